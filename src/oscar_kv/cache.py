@@ -1,0 +1,375 @@
+"""OscarCache: the transformers cache whose full-attention layers are packed. The only home of cache state."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from oscar_kv.config import OscarConfig
+from oscar_kv.layer import LayerState, Recent
+from oscar_kv.timeline import Timeline
+
+ATTENTION_NAME = "oscar"
+HANDOFF = "_oscar_layer"  # attribute of the returned keys by which the attention function finds the layer
+STATE_FORMAT = 1
+
+
+class OscarLayer(CacheLayerMixin):
+    """One packed layer of an :class:`OscarCache`."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, cache: OscarCache) -> None:
+        # CacheLayerMixin.__init__ would set the properties ``keys`` and ``values``
+        self.is_initialized = False
+        self.record_past = False
+        self.state: LayerState | None = None
+        self.pending: tuple[Tensor, Tensor] | None = None  # handed over, not yet taken by the attention function
+        self._config, self._timeline = cache.oscar_config, cache.timeline
+        self._packed, self._max_length = cache.packed, cache.max_length
+        self._padding = cache.padding
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.state = LayerState(self._config, self._timeline, key_states, value_states, self._max_length)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new keys and values (batch, heads, q, head_dim).
+
+        Returns:
+            Packed mode: the new ones, by which the attention function "oscar" finds this layer. Otherwise the whole
+            history (batch, heads, columns, head_dim), packed tokens dequantized.
+        """
+        state = self._state_for(key_states, value_states)
+        if self._packed:
+            self.pending = (key_states, value_states)
+            key_states = key_states.view_as(key_states)  # a tensor of our own to mark
+            setattr(key_states, HANDOFF, self)
+            return key_states, value_states
+        valid = self._padding.columns(state.columns, *key_states.shape[0:3:2], key_states.device)
+        recent = state.append(key_states, value_states, valid)
+        history = state.dense(recent)
+        if max(state.num_blocks) == 0 and self._timeline.column_of_slot is None:  # views of the tail, which moves on
+            history = (history[0].clone(), history[1].clone())
+        self._commit(state, recent)
+        return history
+
+    def take(self, valid: Tensor | None) -> tuple[LayerState, Recent]:
+        """For the attention function: append what :meth:`update` handed over. Follow with :meth:`commit`."""
+        if self.pending is None or self.state is None:
+            raise RuntimeError(
+                "these keys were attended to before: layers that share one layer's keys and values are not supported "
+                f"by attention '{ATTENTION_NAME}'; use 'sdpa'"
+            )
+        keys, values = self.pending
+        self.pending = None
+        return self.state, self.state.append(keys, values, valid)
+
+    def commit(self, recent: Recent) -> None:
+        if self.state is not None:
+            self._commit(self.state, recent)
+
+    def _commit(self, state: LayerState, recent: Recent) -> None:
+        state.recording = self.record_past
+        state.commit(recent)
+
+    def _state_for(self, keys: Tensor, values: Tensor) -> LayerState:
+        if self.pending is not None:
+            raise RuntimeError(
+                f"the keys of the last pass were not read by attention '{ATTENTION_NAME}': the model runs another "
+                "attention than when the cache was made. Make a new OscarCache after set_attn_implementation()"
+            )
+        if self.state is None:
+            self.lazy_initialization(keys, values)
+        state = self.state
+        assert state is not None
+        state.check(keys, values)
+        return state
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The cached keys, packed ones dequantized: (batch, heads, columns, key_dim). A copy, made at each access."""
+        return None if self.state is None else self._dense()[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """The cached values, as :attr:`keys`."""
+        return None if self.state is None else self._dense()[1]
+
+    def _dense(self) -> tuple[Tensor, Tensor]:
+        state = self.state
+        assert state is not None
+        used = max(state.tail_lengths)
+        tail = Recent(state.tail_keys[:, :, :used], state.tail_values[:, :, :used], state.tail_lengths, 0)
+        keys, values = state.dense(tail)
+        return keys.clone(), values.clone()
+
+    def get_seq_length(self) -> int:
+        return 0 if self.state is None else self.state.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1 if self._max_length is None else self._max_length
+
+    def activate_past_recording(self) -> None:
+        """Keep enough tokens in 16 bit to take back up to 128 of them."""
+        self.record_past = True
+
+    def reset(self) -> None:
+        self.state, self.pending, self.is_initialized = None, None, False
+
+    def offload(self) -> None:
+        raise NotImplementedError("OscarCache does not offload; packed layers stay on their device")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.state is not None and tokens_to_remove:
+            self.state.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.state is not None:
+            self.state.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.reorder_cache(torch.arange(self.state.batch).repeat_interleave(repeats))
+
+
+class Padding:
+    """Where the padding of a batch is, for attentions that do not tell the cache."""
+
+    def __init__(self, attention_mask: Tensor | None) -> None:
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask must be (batch, columns), not {tuple(attention_mask.shape)}")
+        self.mask = None if attention_mask is None else attention_mask.bool()
+
+    def columns(self, start: int, batch: int, q_len: int, device: torch.device) -> Tensor | None:
+        """bool (batch, q_len): which of these columns are tokens; None where all are."""
+        if self.mask is None:
+            if batch > 1:
+                raise ValueError(
+                    "with this attention the cache cannot see the padding of a batch: give "
+                    "OscarCache(attention_mask=...) (all ones where there is none), or use attention "
+                    f"'{ATTENTION_NAME}' or oscar_kv.enable(model)"
+                )
+            return None
+        rows = self.mask.shape[0]
+        if batch % rows:
+            raise ValueError(f"attention_mask has {rows} rows, the batch {batch}")
+        mask = self.mask[:, start : start + q_len].repeat_interleave(batch // rows, 0).to(device)  # beams, n > 1
+        ones = mask.new_ones(batch, q_len - mask.shape[1])  # generated after the mask was made
+        return torch.cat((mask, ones), dim=1)
+
+    def select(self, rows: Tensor, batch: int) -> None:
+        if self.mask is not None:
+            mask = self.mask.repeat_interleave(max(1, batch // self.mask.shape[0]), 0)
+            self.mask = mask[rows.to(mask.device)]
+
+
+class OscarCache(DynamicCache):
+    """A transformers cache that keeps full-attention layers in 2 bits (OScaR, arXiv 2605.19660).
+
+    The first tokens and the newest ones stay in 16 bit, all others are packed in blocks of 128 tokens. Sliding-window,
+    linear-attention and shared layers stay as transformers makes them.
+
+    When the model runs attention "oscar" (``model.set_attn_implementation("oscar")`` or :func:`oscar_kv.enable`), the
+    packed bytes are read as they are. With any other attention each layer's history is dequantized for the moment
+    that it is used in; that is slower, and saves the same memory.
+
+    Args:
+        config: The model's configuration (``model.config``).
+        oscar_config: What to quantize and how; the default is :class:`~oscar_kv.OscarConfig`.
+        max_length: Allocate for this many tokens, padding included, at once; None lets the cache grow.
+        attention_mask: (batch, columns) padding mask of the prompts, 0 for padding. Only needed for a batch without
+            attention "oscar", which cannot tell the cache; further columns count as tokens.
+
+    Raises:
+        NotImplementedError: Encoder-decoder models, multi-head latent attention, a head dimension that is no
+            multiple of 16.
+        ValueError: ``max_length`` or ``attention_mask`` is malformed.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        oscar_config: OscarConfig | None = None,
+        *,
+        max_length: int | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> None:
+        decoder = _check_model(config)
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be positive, not {max_length}")
+        self.oscar_config = OscarConfig() if oscar_config is None else oscar_config
+        head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
+        self.oscar_config.check_head_dim(head_dim, head_dim)
+        self.max_length = max_length
+        self.packed = decoder._attn_implementation == ATTENTION_NAME
+        self.timeline = Timeline()
+        self.padding = Padding(attention_mask)
+        super().__init__(config=config)
+        self.layers = [OscarLayer(self) if type(layer) is DynamicLayer else layer for layer in self.layers]
+        if not self.packed_layers:
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
+            warnings.warn(f"nothing to quantize: no layer keeps its whole history (only {kinds})", stacklevel=2)
+
+    @property
+    def packed_layers(self) -> list[OscarLayer]:
+        """The layers that this cache packs."""
+        return [layer for layer in self.layers if isinstance(layer, OscarLayer)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx >= len(self.layers):
+            raise ValueError(f"the cache was made for {len(self.layers)} layers, not for layer {layer_idx}")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.timeline.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens (transformers passes a number that is not positive).
+
+        Raises:
+            ValueError: A positive number, or more tokens than there are, or tokens that only exist packed.
+        """
+        if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
+            raise ValueError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")
+        states = self._states()
+        for state in states:
+            state.check_crop(-tokens_to_remove)
+        super().crop(tokens_to_remove)
+        if states and tokens_to_remove:
+            self.timeline.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row ``beam_idx[i]`` was."""
+        self._select(beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows, in this order."""
+        self._select(torch.arange(self._batch())[indices.cpu()])
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self._select(torch.arange(self._batch()).repeat_interleave(repeats))
+        super().batch_repeat_interleave(repeats)
+
+    def _select(self, rows: Tensor) -> None:
+        if self._batch():
+            self.padding.select(rows, self._batch())
+            self.timeline.select(rows)
+
+    def _states(self) -> list[LayerState]:
+        return [layer.state for layer in self.packed_layers if layer.state is not None]
+
+    def _batch(self) -> int:
+        states = self._states()
+        return states[0].batch if states else 0
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of every tensor that the cache holds, by component.
+
+        ``codes``, ``scales_zeros`` and ``norms`` are the packed tokens; ``tail`` and ``sinks`` the 16-bit ones;
+        ``equalizer`` the channel vectors; ``reserved`` room for tokens to come; ``index`` where padded rows stand;
+        ``other_layers`` the layers that are not packed; ``total`` the sum.
+        """
+        total: Counter[str] = Counter(
+            dict.fromkeys(
+                ("codes", "scales_zeros", "norms", "tail", "sinks", "equalizer", "reserved", "index", "other_layers"), 0
+            )
+        )
+        for state in self._states():
+            total.update(state.memory_bytes())
+        if self.timeline.column_of_slot is not None:
+            total["index"] += self.timeline.column_of_slot.nbytes
+        if self.padding.mask is not None:
+            total["index"] += self.padding.mask.nbytes
+        for layer in self.layers:
+            if not isinstance(layer, OscarLayer):
+                total["other_layers"] += sum(x.nbytes for x in vars(layer).values() if isinstance(x, Tensor))
+        return {**total, "total": sum(total.values())}
+
+    def bits_per_element(self) -> float:
+        """Bits that the packed layers take per cached key and value number, everything that they hold included."""
+        states = self._states()
+        elements = sum(sum(self.timeline.lengths) * s.records.shape[2] * (s.layout.key_dim + s.layout.value_dim)
+                       for s in states)  # fmt: skip
+        if not elements:
+            raise ValueError("the cache is empty")
+        memory = self.memory_bytes()
+        return 8 * (memory["total"] - memory["other_layers"]) / elements
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on later, as tensors and plain values: ``torch.save`` writes it.
+
+        Raises:
+            NotImplementedError: The cache has layers that are not packed and hold tokens.
+        """
+        for layer in self.layers:
+            if not isinstance(layer, OscarLayer) and getattr(layer, "is_initialized", False):
+                raise NotImplementedError(f"state_dict of a cache with a {type(layer).__name__}")
+        layers = {
+            str(i): layer.state.state_dict()
+            for i, layer in enumerate(self.layers)
+            if isinstance(layer, OscarLayer) and layer.state is not None
+        }
+        return {
+            "format": STATE_FORMAT,
+            "config": asdict(self.oscar_config),
+            "num_layers": len(self.layers),
+            "timeline": self.timeline.state_dict(),
+            "padding": self.padding.mask,
+            "layers": layers,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, in a cache made for the same model and configuration.
+
+        Raises:
+            ValueError: Another format, configuration or number of layers.
+        """
+        own = {"format": STATE_FORMAT, "config": asdict(self.oscar_config), "num_layers": len(self.layers)}
+        for name, value in own.items():
+            if state.get(name) != value:
+                raise ValueError(f"stored cache has {name} {state.get(name)}, this one {value}")
+        self.reset()
+        self.timeline.load_state_dict(state["timeline"])
+        self.padding.mask = state["padding"]
+        for i, stored in state["layers"].items():
+            layer = self.layers[int(i)]
+            if not isinstance(layer, OscarLayer):
+                raise ValueError(f"stored layer {i} is packed, this model's is not")
+            layer.state = LayerState.from_state_dict(self.oscar_config, self.timeline, stored, self.max_length)
+            layer.is_initialized = True
+
+
+def _check_model(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The text decoder's configuration; refuses architectures whose keys and values cannot be packed."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotImplementedError("encoder-decoder models: cross-attention caches are not supported")
+    decoder = config.get_text_config(decoder=True)
+    if getattr(decoder, "kv_lora_rank", None):
+        raise NotImplementedError(
+            "multi-head latent attention (kv_lora_rank): its cache is a compressed latent, not keys and values per head"
+        )
+    return decoder

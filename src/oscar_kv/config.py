@@ -1,0 +1,147 @@
+"""What to quantize and how: every field is a quantity of the method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+BLOCK_TOKENS = 128  # tokens in a packed block; a group of tokens never crosses a block
+
+Bits = Literal[2, 3, 4, 8, 16]
+Metadata = Literal["float16", "bfloat16", "float8_e4m3"]
+TokenNorm = Literal["l2", "max", "mean_abs"]
+Fit = Literal["minmax", "lstsq"]
+
+_GROUPS = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OscarConfig:
+    """How an :class:`~oscar_kv.OscarCache` quantizes keys and values (OScaR, arXiv 2605.19660, section 4).
+
+    The default is our recommendation: 2-bit keys and values at about 2.42 bits per element, metadata included.
+    :meth:`quality`, :meth:`four_bit` and :meth:`paper` are the other presets; ``dataclasses.replace`` changes a field.
+
+    Args:
+        key_bits: Bits per key code: 2, 3, 4 or 8; 16 leaves the keys in the model's dtype.
+        value_bits: The same for values.
+        key_group: Consecutive tokens that share one scale and zero point per key channel.
+        value_group: Consecutive channels that share one scale and zero point per value token. It must divide
+            the head dimension; None takes the largest of 64, 32 and 16 that does.
+        rotate_keys: Rotate keys (and queries) by a Hadamard matrix per head (Canalized Rotation).
+        rotate_values: Rotate values per head, and the attention output back.
+        token_norm: Norm that is taken out of each token's key (Omni-Token Scaling), or None for no scaling.
+        scale_scope: One norm per token over all KV heads ("all"), or one per token and head ("head").
+        equalize: Exponent of the channel equalization before the key rotation; 0 switches it off.
+        metadata: Storage of scales and zero points.
+        zero_point: "float" stores the offset of the grid as it is; "int" rounds it to a whole number of steps.
+        key_fit: How a key group's range is found: "minmax", or "lstsq" (least squares, from the shrunk range).
+        value_fit: The same for values.
+        key_shrink: Factor on a key group's min/max range, in (0, 1].
+        value_shrink: The same for values.
+        num_sinks: Tokens at the start of each sequence that stay in 16 bit and out of all statistics.
+        residual_length: The newest tokens stay in 16 bit; a block of 128 is packed when this many are there.
+
+    Raises:
+        ValueError: A field has an unsupported value.
+    """
+
+    key_bits: Bits = 2
+    value_bits: Bits = 2
+    key_group: int = 32
+    value_group: int | None = None
+    rotate_keys: bool = True
+    rotate_values: bool = True
+    token_norm: TokenNorm | None = "l2"
+    scale_scope: Literal["all", "head"] = "all"
+    equalize: float = 0.5
+    metadata: Metadata = "float8_e4m3"
+    zero_point: Literal["float", "int"] = "float"
+    key_fit: Fit = "minmax"
+    value_fit: Fit = "lstsq"
+    key_shrink: float = 0.9
+    value_shrink: float = 0.85
+    num_sinks: int = 4
+    residual_length: int = BLOCK_TOKENS
+
+    @classmethod
+    def quality(cls) -> OscarConfig:
+        """3-bit keys and 2-bit values: at most 3.05 bits per element, about what the published method takes."""
+        return cls(key_bits=3, key_group=64, metadata="float16")
+
+    @classmethod
+    def four_bit(cls) -> OscarConfig:
+        """4-bit keys and values, about 5.04 bits per element: for models that 2 bits harm."""
+        return cls(key_bits=4, value_bits=4, value_group=32, metadata="float16", key_shrink=1.0, value_shrink=1.0)
+
+    @classmethod
+    def paper(cls) -> OscarConfig:
+        """The released method: groups of 32, integer zero point, min/max ranges, no sinks, no equalization."""
+        return cls(
+            value_group=32,
+            equalize=0.0,
+            metadata="float16",
+            zero_point="int",
+            value_fit="minmax",
+            key_shrink=1.0,
+            value_shrink=1.0,
+            num_sinks=0,
+        )
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("key_bits", get_args(Bits)),
+            ("value_bits", get_args(Bits)),
+            ("key_group", _GROUPS),
+            ("value_group", (None, *_GROUPS)),
+            ("token_norm", (None, *get_args(TokenNorm))),
+            ("scale_scope", ("all", "head")),
+            ("metadata", get_args(Metadata)),
+            ("zero_point", ("float", "int")),
+            ("key_fit", get_args(Fit)),
+            ("value_fit", get_args(Fit)),
+            ("rotate_keys", (True, False)),
+            ("rotate_values", (True, False)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
+        for name in ("key_shrink", "value_shrink"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be in (0, 1], not {getattr(self, name)!r}")
+        if not 0.0 <= self.equalize <= 1.0:
+            raise ValueError(f"equalize is an exponent in [0, 1], not {self.equalize!r}")
+        if not (isinstance(self.num_sinks, int) and 0 <= self.num_sinks < BLOCK_TOKENS):
+            raise ValueError(f"num_sinks must be an int in [0, {BLOCK_TOKENS}), not {self.num_sinks!r}")
+        if not isinstance(self.residual_length, int) or self.residual_length < 1 or self.residual_length % BLOCK_TOKENS:
+            raise ValueError(f"residual_length must be a multiple of {BLOCK_TOKENS}, not {self.residual_length!r}")
+        if self.zero_point == "int" and self.metadata == "float8_e4m3":
+            raise ValueError("zero_point='int' needs 16-bit metadata: fp8 cannot hold a whole number of steps")
+        if self.zero_point == "int" and "lstsq" in (self.key_fit, self.value_fit):
+            raise ValueError("zero_point='int' needs fit 'minmax': least squares moves the offset off the steps")
+
+    def resolve_value_group(self, head_dim: int) -> int:
+        """Channels per value group at this value head dimension.
+
+        Raises:
+            ValueError: ``value_group`` does not divide ``head_dim``.
+        """
+        if self.value_group is None:
+            return next((g for g in (64, 32, 16) if head_dim % g == 0), head_dim)
+        if head_dim % self.value_group:
+            raise ValueError(
+                f"value_group={self.value_group} does not divide the value head_dim {head_dim}; "
+                "leave value_group=None to let it be chosen"
+            )
+        return self.value_group
+
+    def check_head_dim(self, key_dim: int, value_dim: int) -> None:
+        """Refuse head dimensions that the byte layout cannot hold.
+
+        Raises:
+            NotImplementedError: A head dimension is no multiple of 16 in [16, 512].
+            ValueError: ``value_group`` does not divide ``value_dim``.
+        """
+        for name, dim in (("key", key_dim), ("value", value_dim)):
+            if dim % 16 or not 16 <= dim <= 512:
+                raise NotImplementedError(f"{name} head_dim {dim}: only multiples of 16 from 16 to 512 are supported")
+        self.resolve_value_group(value_dim)

@@ -1,0 +1,190 @@
+"""transformers: the attention function "oscar", and ``enable``, which makes a model's ``generate`` use it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from oscar_kv.attention import KVView, attend, is_hidden
+from oscar_kv.cache import ATTENTION_NAME, HANDOFF, OscarCache, OscarLayer
+from oscar_kv.config import OscarConfig
+from oscar_kv.pack import RecordLayout
+
+# ``cache`` since transformers 5.24, ``past_key_values`` before
+CACHE_ARGUMENT = (
+    "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)  # fmt: skip
+
+# what models pass to every attention function and the mask or the cache already accounts for
+_WITHOUT_EFFECT = frozenset(
+    ["cache_position", "deterministic", "hidden_states", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict", "token_type_ids", "use_cache"]
+)
+
+
+def register() -> None:
+    """Make ``attn_implementation="oscar"`` known to transformers. :func:`enable` does it for you."""
+    AttentionInterface.register(ATTENTION_NAME, oscar_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+def oscar_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over a packed layer of an :class:`OscarCache`; any other keys get torch's attention.
+
+    Args:
+        module: The attention module of the model.
+        query: (batch, query heads, q, key_dim).
+        key: (batch, KV heads, q, key_dim), as the cache's ``update`` returned it.
+        value: (batch, KV heads, q, value_dim).
+        attention_mask: (batch, 1, q, columns), bool or additive, or None for a causal one.
+        scaling: Factor on the scores; None is ``key_dim ** -0.5``.
+        dropout: Not supported for packed layers.
+        softcap: Soft cap of the scores.
+        s_aux: (query heads,) learned sink logits.
+        is_causal: Overrides ``module.is_causal``.
+        kwargs: What the model adds; refused where it would change packed attention.
+
+    Returns:
+        (batch, q, query heads, value_dim), and None for the weights.
+
+    Raises:
+        NotImplementedError: Dropout, or an argument that packed attention does not know.
+    """
+    layer: OscarLayer | None = getattr(key, HANDOFF, None)
+    if layer is None and softcap is None and s_aux is None:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    _refuse_unknown(layer is not None, dropout, kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if layer is None:
+        view, commit = _exact_view(key, value), None
+    else:
+        state, recent = layer.take(_tokens(attention_mask, query.shape[2]))
+        view, commit = state.view(recent), (layer, recent)
+    output = attend(
+        query, view, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux, causal=causal
+    )
+    if commit is not None:
+        commit[0].commit(commit[1])
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unknown(packed: bool, dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise NotImplementedError(f"attention '{ATTENTION_NAME}' has no dropout: call model.eval()")
+    known = _WITHOUT_EFFECT if packed else _WITHOUT_EFFECT | {"sliding_window"}  # the mask has the window
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in known)
+    if unknown:
+        raise NotImplementedError(
+            f"attention '{ATTENTION_NAME}' does not know the argument(s) {', '.join(unknown)}; use attention 'sdpa'"
+        )
+
+
+def _tokens(mask: Tensor | None, q_len: int) -> Tensor | None:
+    """bool (batch, q_len): which new columns are tokens, namely those whose query may attend to itself."""
+    if mask is None:
+        return None
+    own = mask[..., -q_len:].diagonal(dim1=-2, dim2=-1)
+    return (own if own.dtype == torch.bool else ~is_hidden(own)).any(1)
+
+
+def _exact_view(key: Tensor, value: Tensor) -> KVView:
+    """A view of keys and values of which none is packed."""
+    layout = RecordLayout(OscarConfig(key_bits=16, value_bits=16), key.shape[-1], value.shape[-1], key.dtype)
+    lengths = torch.full((key.shape[0],), key.shape[2], device=key.device)
+    return KVView(layout, None, torch.zeros_like(lengths), None, None, (key, value), lengths)
+
+
+class Enabled:
+    """A model whose ``generate`` uses an :class:`OscarCache`; :meth:`disable`, or leaving ``with``, undoes it."""
+
+    def __init__(self, model: PreTrainedModel, oscar_config: OscarConfig | None, attention: str) -> None:
+        self.model, self.oscar_config = model, OscarConfig() if oscar_config is None else oscar_config
+        self._attention = model.config._attn_implementation
+        self._attentions = {name: getattr(model.config, name)._attn_implementation for name in _sub_configs(model)}
+        OscarCache(model.config, self.oscar_config)  # refuse an unsupported model before anything changes
+        model.set_attn_implementation(attention)
+        if model.config.get_text_config(decoder=True)._attn_implementation != attention:
+            raise NotImplementedError(
+                f"{type(model).__name__} cannot run attention '{attention}': try attention='sdpa'"
+            )
+        self._generate: Callable[..., Any] = model.generate
+        model.generate = self.generate
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate`` with a fresh :class:`OscarCache`, unless the caller brings a cache or wants none."""
+        given = any(kwargs.get(name) is not None for name in ("cache", "past_key_values", "cache_implementation"))
+        if not given and kwargs.get("use_cache", True):
+            mask = kwargs.get("attention_mask")
+            packed = self.model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME
+            kwargs[CACHE_ARGUMENT] = OscarCache(
+                self.model.config, self.oscar_config, attention_mask=None if packed else mask
+            )
+        return self._generate(*args, **kwargs)
+
+    def disable(self) -> None:
+        """Give the model back as it was."""
+        if vars(self.model).get("generate") == self.generate:
+            del self.model.generate
+            self.model.set_attn_implementation({"": self._attention, **self._attentions})
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.disable()
+
+
+def enable(
+    model: PreTrainedModel, oscar_config: OscarConfig | None = None, *, attention: str = ATTENTION_NAME
+) -> Enabled:
+    """Make ``model.generate`` keep its KV cache in 2 bits.
+
+    Args:
+        model: A decoder model of transformers.
+        oscar_config: What to quantize and how; the default is :class:`OscarConfig`.
+        attention: "oscar" reads the packed bytes; any other attention of transformers reads a dequantized copy of one
+            layer at a time.
+
+    Returns:
+        A handle whose ``disable()`` undoes it; it is also a context manager.
+
+    Raises:
+        NotImplementedError: The architecture is not supported, or cannot run this attention.
+        ValueError: The model is enabled already.
+
+    Example:
+        >>> import oscar_kv
+        >>> handle = oscar_kv.enable(model)  # doctest: +SKIP
+        >>> model.generate(**inputs, max_new_tokens=100)  # doctest: +SKIP
+    """
+    if "generate" in vars(model):
+        raise ValueError("model.generate is replaced already; disable() the first handle")
+    register()
+    return Enabled(model, oscar_config, attention)
+
+
+def _sub_configs(model: PreTrainedModel) -> list[str]:
+    return [name for name in model.config.sub_configs if getattr(model.config, name, None) is not None]

@@ -1,0 +1,226 @@
+"""Step 4: THE byte layout of a packed block. The CPU path and every GPU kernel read these bytes.
+
+A *record* holds what one KV head needs for one block of 128 tokens, as consecutive sections of bytes, each a
+multiple of 16 long:
+
+    key codes | value codes | key scales | key centers | value scales | value centers | units
+
+Codes are stored in the order in which tensor cores want them (``mma.m16n8k16``, the A operand). A block is 8 token
+tiles of 16 tokens and D/16 channel tiles of 16 channels. For keys a 16 x 16 tile has tokens as rows and channels as
+columns, for values the other way round. In such a tile, lane l = 4 * gid + tid holds, in its 32-bit register r and
+half h, the element
+
+    row = gid + 8 * (r & 1)        column = 2 * tid + h + 8 * (r >> 1)
+
+The 8 token tiles share words: a word keeps the codes of register r of one lane and one channel tile, token tile p at
+bit ``bits * p`` of half h, so that masking a word leaves two codes in place as subnormal fp16 numbers. In words:
+
+    bits  shape of the words                         bit of token tile p in half h
+    1     (channel tile, lane, r >> 1)               16 * h + 2 * p + (r & 1)
+    2     (channel tile, lane, r)                    16 * h + 2 * p
+    4     (p >> 2, channel tile, lane, r)            16 * h + 4 * (p & 3)
+    8     (p >> 1, channel tile, lane, r)            16 * h + 8 * (p & 1)
+
+3-bit codes are a 2-bit plane (the low bits) followed by a 1-bit plane. Codes of 16 "bits" are the numbers themselves,
+(token, channel) in row-major order in the model's dtype, neither rotated nor scaled.
+
+Scales and centers are stored as the lanes read them as B operands: 16 channels (keys) or tokens (values) of a tile
+in the order (tid, r >> 1, h). Keys: (token group, channel tile, tid, r >> 1, h). Values: (channel group, token tile,
+tid, r >> 1, h). Units: two float32 powers of two, for the keys' and the values' scales and centers, and 8 zero bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from oscar_kv.config import BLOCK_TOKENS, OscarConfig
+from oscar_kv.quantize import METADATA_DTYPES
+
+SECTIONS = ("key_codes", "value_codes", "key_scale", "key_center", "value_scale", "value_center", "units")
+_TOKEN_TILES = BLOCK_TOKENS // 16
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # widths of the bit planes, low bits first
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Sizes and offsets of the sections of a record.
+
+    Args:
+        config: Bits, groups and metadata dtype.
+        key_dim: Key head dimension.
+        value_dim: Value head dimension.
+        dtype: The model's dtype, in which a side of 16 bits is stored.
+    """
+
+    config: OscarConfig
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @cached_property
+    def metadata_dtype(self) -> torch.dtype:
+        return METADATA_DTYPES[self.config.metadata]
+
+    @cached_property
+    def value_group(self) -> int:
+        return self.config.resolve_value_group(self.value_dim)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each section."""
+        config, item = self.config, self.metadata_dtype.itemsize
+
+        def codes(bits: int, dim: int) -> int:
+            return BLOCK_TOKENS * dim * (self.dtype.itemsize * 8 if bits == 16 else bits) // 8
+
+        key_params = 0 if config.key_bits == 16 else BLOCK_TOKENS // config.key_group * self.key_dim * item
+        value_params = 0 if config.value_bits == 16 else BLOCK_TOKENS * (self.value_dim // self.value_group) * item
+        sizes = (
+            codes(config.key_bits, self.key_dim),
+            codes(config.value_bits, self.value_dim),
+            key_params,
+            key_params,
+            value_params,
+            value_params,
+            16,
+        )
+        return dict(zip(SECTIONS, sizes, strict=True))
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each section in the record."""
+        return dict(zip(SECTIONS, accumulate(self.sizes.values(), initial=0), strict=False))
+
+    @property
+    def record_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def join(self, sections: dict[str, Tensor]) -> Tensor:
+        """Concatenate uint8 sections (..., bytes) to records (..., record_bytes)."""
+        return torch.cat([sections[name] for name in SECTIONS], dim=-1)
+
+    def split(self, records: Tensor) -> dict[str, Tensor]:
+        """Inverse of :meth:`join`."""
+        return dict(zip(SECTIONS, records.split(list(self.sizes.values()), dim=-1), strict=True))
+
+
+def to_bytes(x: Tensor) -> Tensor:
+    """The bytes of the last dimension: uint8 (..., n * itemsize)."""
+    return x.contiguous().view(torch.uint8)
+
+
+def from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inverse of :func:`to_bytes`. Copies, since a section may start at any byte of a strided record."""
+    return x.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def pack_codes(codes: Tensor, bits: int, *, tokens_are_rows: bool) -> Tensor:
+    """Pack the codes of blocks in fragment order.
+
+    Args:
+        codes: uint8 (..., 128, D), each below ``2 ** bits``.
+        bits: 2, 3, 4 or 8.
+        tokens_are_rows: True for keys, False for values.
+
+    Returns:
+        uint8 (..., 128 * D * bits / 8).
+    """
+    tiles = _to_tiles(codes, tokens_are_rows)
+    planes, shift = [], 0
+    for width in _PLANES[bits]:
+        planes.append(_pack_plane((tiles >> shift) & (2**width - 1), width))
+        shift += width
+    return torch.cat(planes, dim=-1)
+
+
+def unpack_codes(packed: Tensor, bits: int, dim: int, *, tokens_are_rows: bool) -> Tensor:
+    """Inverse of :func:`pack_codes`: uint8 (..., 128, dim)."""
+    tiles: Tensor | None = None
+    shift, start = 0, 0
+    for width in _PLANES[bits]:
+        size = BLOCK_TOKENS * dim * width // 8
+        plane = _unpack_plane(packed[..., start : start + size], width, dim // 16) << shift
+        tiles = plane if tiles is None else tiles | plane
+        shift, start = shift + width, start + size
+    assert tiles is not None  # every width has a plane
+    return _from_tiles(tiles, tokens_are_rows)
+
+
+def order_metadata(x: Tensor) -> Tensor:
+    """(..., groups, n) with n channels or tokens in natural order -> (..., groups * n) as the lanes read them."""
+    tiles = x.unflatten(-1, (-1, 2, 4, 2))  # (tile, r >> 1, tid, h)
+    return tiles.transpose(-3, -2).flatten(-5)
+
+
+def unorder_metadata(x: Tensor, groups: int) -> Tensor:
+    """Inverse of :func:`order_metadata`."""
+    tiles = x.unflatten(-1, (groups, -1, 4, 2, 2))  # (group, tile, tid, r >> 1, h)
+    return tiles.transpose(-3, -2).flatten(-4)
+
+
+# Tiles: (..., p, r1, r0, gid, tid, h, channel tile) with r = 2 * r1 + r0
+
+
+def _to_tiles(codes: Tensor, tokens_are_rows: bool) -> Tensor:
+    tiles, n = codes.shape[-1] // 16, codes.ndim - 2
+    if tokens_are_rows:  # row = token = (r0, gid), column = channel = (r1, tid, h)
+        x = codes.unflatten(-1, (tiles, 2, 4, 2)).unflatten(-5, (_TOKEN_TILES, 2, 8))
+        order = (0, 4, 1, 2, 5, 6, 3)  # from (p, r0, gid, tile, r1, tid, h)
+    else:  # row = channel = (r0, gid), column = token = (r1, tid, h)
+        x = codes.unflatten(-1, (tiles, 2, 8)).unflatten(-4, (_TOKEN_TILES, 2, 4, 2))
+        order = (0, 1, 5, 6, 2, 3, 4)  # from (p, r1, tid, h, tile, r0, gid)
+    return x.permute(*range(n), *(n + i for i in order))
+
+
+def _from_tiles(tiles: Tensor, tokens_are_rows: bool) -> Tensor:
+    n = tiles.ndim - 7
+    order = (0, 2, 3, 6, 1, 4, 5) if tokens_are_rows else (0, 1, 4, 5, 6, 2, 3)
+    x = tiles.permute(*range(n), *(n + i for i in order))
+    return x.flatten(-4).flatten(-4, -2) if tokens_are_rows else x.flatten(-3).flatten(-5, -2)
+
+
+def _pack_plane(tiles: Tensor, width: int) -> Tensor:
+    """Tiles of codes below ``2 ** width`` -> uint8 words in the order of the module's table."""
+    n = tiles.ndim - 7
+    lead = tuple(range(n))
+    p, r1, r0, gid, tid, h, tile = (n + i for i in range(7))
+    x = tiles.to(torch.int32)
+    if width == 1:  # r0 shares the word: bit 2 p + r0
+        x = x.permute(*lead, tile, gid, tid, r1, p, r0, h)
+        bit = 2 * torch.arange(8, device=x.device).view(8, 1, 1) + torch.arange(2, device=x.device).view(2, 1)
+        shared = 3
+    else:
+        per_word = 16 // width
+        x = x.unflatten(n, (_TOKEN_TILES // per_word, per_word))  # p -> (word, position)
+        order = (0, 7, 4, 5, 2, 3, 1, 6)  # (word, tile, gid, tid, r1, r0, position, h)
+        x = x.permute(*lead, *(n + i for i in order))
+        bit = width * torch.arange(per_word, device=x.device).view(per_word, 1)
+        shared = 2
+    shift = bit + 16 * torch.arange(2, device=x.device)
+    words = (x << shift.to(torch.int32)).flatten(-shared).sum(-1, dtype=torch.int32)  # disjoint bits: sum is "or"
+    return to_bytes(words.flatten(n))
+
+
+def _unpack_plane(packed: Tensor, width: int, channel_tiles: int) -> Tensor:
+    """Inverse of :func:`_pack_plane`: uint8 tiles."""
+    # A byte holds one half's bits; little-endian words: bytes (h, high or low half of the half)
+    n = packed.ndim - 1
+    lead = tuple(range(n))
+    mask = 2**width - 1
+    if width == 1:
+        x = packed.unflatten(-1, (channel_tiles, 8, 4, 2, 2, 2))  # (tile, gid, tid, r1, h, byte)
+        bits = torch.arange(8, device=x.device, dtype=torch.uint8)
+        x = ((x.unsqueeze(-1) >> bits) & mask).unflatten(-1, (4, 2))  # (..., h, byte, p & 3, r0)
+        order = (5, 6, 3, 7, 1, 2, 4, 0)  # (byte, p & 3, r1, r0, gid, tid, h, tile)
+        return x.permute(*lead, *(n + i for i in order)).flatten(n, n + 1)
+    per_byte = 8 // width
+    x = packed.unflatten(-1, (width // 2, channel_tiles, 8, 4, 2, 2, 2, 2))  # (word, tile, gid, tid, r1, r0, h, byte)
+    bits = width * torch.arange(per_byte, device=x.device, dtype=torch.uint8)
+    x = (x.unsqueeze(-1) >> bits) & mask
+    order = (0, 7, 8, 4, 5, 2, 3, 6, 1)  # (word, byte, position, r1, r0, gid, tid, h, tile)
+    return x.permute(*lead, *(n + i for i in order)).flatten(n, n + 2)
