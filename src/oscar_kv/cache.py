@@ -56,7 +56,7 @@ class OscarLayer(CacheLayerMixin):
             key_states = key_states.view_as(key_states)  # a tensor of our own to mark
             setattr(key_states, HANDOFF, self)
             return key_states, value_states
-        valid = self._padding.columns(state.columns, *key_states.shape[0:3:2], key_states.device)
+        valid = self._padding.columns(state.columns, state.batch, key_states.shape[2], state.device)
         recent = state.append(key_states, value_states, valid)
         history = state.dense(recent)
         if max(state.num_blocks) == 0 and self._timeline.column_of_slot is None:  # views of the tail, which moves on
@@ -97,12 +97,12 @@ class OscarLayer(CacheLayerMixin):
         return state
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """The cached keys, packed ones dequantized: (batch, heads, columns, key_dim). A copy, made at each access."""
         return None if self.state is None else self._dense()[0]
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         """The cached values, as :attr:`keys`."""
         return None if self.state is None else self._dense()[1]
 
@@ -237,11 +237,11 @@ class OscarCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         if layer_idx >= len(self.layers):
             raise ValueError(f"the cache was made for {len(self.layers)} layers, not for layer {layer_idx}")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self) -> None:
         """Forget all tokens."""
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
         self.timeline.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -262,7 +262,7 @@ class OscarCache(DynamicCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row ``beam_idx[i]`` was."""
         self._select(beam_idx)
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows, in this order."""

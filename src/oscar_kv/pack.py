@@ -216,11 +216,11 @@ def _unpack_plane(packed: Tensor, width: int, channel_tiles: int) -> Tensor:
         x = packed.unflatten(-1, (channel_tiles, 8, 4, 2, 2, 2))  # (tile, gid, tid, r1, h, byte)
         bits = torch.arange(8, device=x.device, dtype=torch.uint8)
         x = ((x.unsqueeze(-1) >> bits) & mask).unflatten(-1, (4, 2))  # (..., h, byte, p & 3, r0)
-        order = (5, 6, 3, 7, 1, 2, 4, 0)  # (byte, p & 3, r1, r0, gid, tid, h, tile)
-        return x.permute(*lead, *(n + i for i in order)).flatten(n, n + 1)
+        x = x.permute(*lead, *(n + i for i in (5, 6, 3, 7, 1, 2, 4, 0)))  # (byte, p & 3, r1, r0, gid, tid, h, tile)
+        return x.flatten(n, n + 1)
     per_byte = 8 // width
     x = packed.unflatten(-1, (width // 2, channel_tiles, 8, 4, 2, 2, 2, 2))  # (word, tile, gid, tid, r1, r0, h, byte)
     bits = width * torch.arange(per_byte, device=x.device, dtype=torch.uint8)
     x = (x.unsqueeze(-1) >> bits) & mask
-    order = (0, 7, 8, 4, 5, 2, 3, 6, 1)  # (word, byte, position, r1, r0, gid, tid, h, tile)
-    return x.permute(*lead, *(n + i for i in order)).flatten(n, n + 2)
+    x = x.permute(*lead, *(n + i for i in (0, 7, 8, 4, 5, 2, 3, 6, 1)))
+    return x.flatten(n, n + 2)  # (word, byte, position, r1, r0, gid, tid, h, tile) -> (p, r1, ...)

@@ -1,4 +1,4 @@
-"""Step 3: asymmetric groups. A code q stands for ``center + (q - levels / 2) * scale`` with ``levels = 2**bits - 1``."""
+"""Step 3: asymmetric groups. Code q stands for ``center + (q - levels / 2) * scale`` with ``levels = 2**bits - 1``."""
 
 from __future__ import annotations
 

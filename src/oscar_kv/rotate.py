@@ -37,4 +37,5 @@ def rotate(x: Tensor) -> Tensor:
         low, high = pair[:, :, 0], pair[:, :, 1]
         y = torch.stack((low + high, low - high), dim=2)
         step *= 2
-    return (y.reshape(x.shape)) * block**-0.5
+    rotated: Tensor = y.reshape(x.shape) * block**-0.5
+    return rotated

@@ -26,7 +26,11 @@ CACHE_ARGUMENT = (
 
 # what models pass to every attention function and the mask or the cache already accounts for
 _WITHOUT_EFFECT = frozenset(
-    ["cache_position", "deterministic", "hidden_states", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict", "token_type_ids", "use_cache"]
+    {
+        *("cache_position", "deterministic", "hidden_states", "logits_to_keep", "mm_token_type_ids"),
+        *("num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("position_embeddings", "position_ids", "return_dict", "token_type_ids", "use_cache"),
+    }
 )
 
 
@@ -72,9 +76,10 @@ def oscar_attention(
     """
     layer: OscarLayer | None = getattr(key, HANDOFF, None)
     if layer is None and softcap is None and s_aux is None:
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
+        out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
+        return out
     _refuse_unknown(layer is not None, dropout, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -130,8 +135,8 @@ class Enabled:
             raise NotImplementedError(
                 f"{type(model).__name__} cannot run attention '{attention}': try attention='sdpa'"
             )
-        self._generate: Callable[..., Any] = model.generate
-        model.generate = self.generate
+        self._generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
+        model.generate = self.generate  # type: ignore[assignment]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` with a fresh :class:`OscarCache`, unless the caller brings a cache or wants none."""
