@@ -225,8 +225,9 @@ def _segments(view: KVView) -> Iterator[_Segment]:
         for start in range(0, int(view.num_blocks.max()), step):
             records = view.blocks.records[:, start : start + step]
             norms = None if view.blocks.norms is None else view.blocks.norms[:, start : start + step]
-            keys, values = dequantize_blocks(PackedBlocks(records, norms), view.layout)
-            gain = None if norms is None else norms.float().transpose(1, 2).flatten(2)
+            chunk = PackedBlocks(records, norms)
+            keys, values = dequantize_blocks(chunk, view.layout)
+            gain = chunk.token_norms()
             slots = (BLOCK_TOKENS * start + torch.arange(keys.shape[2], device=device)).unsqueeze(0)
             valid = (slots >= sinks) & (slots < BLOCK_TOKENS * num_blocks)
             # unused blocks hold arbitrary bytes: NaN times weight 0 must not reach the sum

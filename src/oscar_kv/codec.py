@@ -12,9 +12,11 @@ from oscar_kv.pack import (
     RecordLayout,
     from_bytes,
     order_metadata,
+    order_norms,
     pack_codes,
     to_bytes,
     unorder_metadata,
+    unorder_norms,
     unpack_codes,
 )
 from oscar_kv.quantize import dequantize, fit_group, quantize, round_metadata
@@ -28,11 +30,16 @@ class PackedBlocks:
 
     Args:
         records: uint8 (batch, blocks, heads, record bytes), see :mod:`oscar_kv.pack`.
-        norms: bfloat16 (batch, blocks, 1 or heads, 128) token norms, or None without token scaling.
+        norms: bfloat16 (batch, blocks, 1 or heads, 128) token norms in the order of :mod:`oscar_kv.pack`, or None
+            without token scaling.
     """
 
     records: Tensor
     norms: Tensor | None
+
+    def token_norms(self) -> Tensor | None:
+        """Token norms in natural order: float32 (batch, 1 or heads, 128 * blocks)."""
+        return None if self.norms is None else unorder_norms(self.norms).float().transpose(1, 2).flatten(2)
 
 
 def encode(
@@ -111,7 +118,9 @@ def _encode_keys(
         "key_scale": to_bytes(order_metadata(s)),
         "key_center": to_bytes(order_metadata(c)),
     }
-    return sections, None if norms is None else _to_blocks(norms.unsqueeze(-1)).squeeze(-1), unit[..., 0, 0]
+    if norms is not None:
+        norms = order_norms(_to_blocks(norms.unsqueeze(-1)).squeeze(-1))
+    return sections, norms, unit[..., 0, 0]
 
 
 def _encode_values(values: Tensor, layout: RecordLayout) -> tuple[dict[str, Tensor], Tensor]:
@@ -205,8 +214,9 @@ def decode(blocks: PackedBlocks, layout: RecordLayout, *, equalizer: Tensor | No
     keys, values = dequantize_blocks(blocks, layout)
     config = layout.config
     if config.key_bits != 16:
-        if blocks.norms is not None:
-            keys = keys * blocks.norms.float().transpose(1, 2).flatten(2).unsqueeze(-1)
+        norms = blocks.token_norms()
+        if norms is not None:
+            keys = keys * norms.unsqueeze(-1)
         if config.rotate_keys:
             keys = rotate(keys)
         if equalizer is not None:

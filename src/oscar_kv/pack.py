@@ -3,7 +3,7 @@
 A *record* holds what one KV head needs for one block of 128 tokens, as consecutive sections of bytes, each a
 multiple of 16 long:
 
-    key codes | value codes | key scales | key centers | value scales | value centers | units
+    key codes | key scales | key centers | units | value codes | value scales | value centers
 
 Codes are stored in the order in which tensor cores want them (``mma.m16n8k16``, the A operand). A block is 8 token
 tiles of 16 tokens and D/16 channel tiles of 16 channels. For keys a 16 x 16 tile has tokens as rows and channels as
@@ -27,6 +27,9 @@ bit ``bits * p`` of half h, so that masking a word leaves two codes in place as 
 Scales and centers are stored as the lanes read them as B operands: 16 channels (keys) or tokens (values) of a tile
 in the order (tid, r >> 1, h). Keys: (token group, channel tile, tid, r >> 1, h). Values: (channel group, token tile,
 tid, r >> 1, h). Units: two float32 powers of two, for the keys' and the values' scales and centers, and 8 zero bytes.
+
+Token norms lie beside the records, since the heads may share them: 128 bfloat16 in the order (gid, p, r & 1), the
+rows of the score tiles that a lane holds.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from torch import Tensor
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.quantize import METADATA_DTYPES
 
-SECTIONS = ("key_codes", "value_codes", "key_scale", "key_center", "value_scale", "value_center", "units")
+SECTIONS = ("key_codes", "key_scale", "key_center", "units", "value_codes", "value_scale", "value_center")
 _TOKEN_TILES = BLOCK_TOKENS // 16
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # widths of the bit planes, low bits first
 
@@ -82,12 +85,12 @@ class RecordLayout:
         value_params = 0 if config.value_bits == 16 else BLOCK_TOKENS * (self.value_dim // self.value_group) * item
         sizes = (
             codes(config.key_bits, self.key_dim),
-            codes(config.value_bits, self.value_dim),
             key_params,
             key_params,
-            value_params,
-            value_params,
             16,
+            codes(config.value_bits, self.value_dim),
+            value_params,
+            value_params,
         )
         return dict(zip(SECTIONS, sizes, strict=True))
 
@@ -161,6 +164,16 @@ def unorder_metadata(x: Tensor, groups: int) -> Tensor:
     """Inverse of :func:`order_metadata`."""
     tiles = x.unflatten(-1, (groups, -1, 4, 2, 2))  # (group, tile, tid, r >> 1, h)
     return tiles.transpose(-3, -2).flatten(-4)
+
+
+def order_norms(x: Tensor) -> Tensor:
+    """(..., 128) token norms in natural order -> as the lanes read them."""
+    return x.unflatten(-1, (_TOKEN_TILES, 2, 8)).movedim(-1, -3).flatten(-3)
+
+
+def unorder_norms(x: Tensor) -> Tensor:
+    """Inverse of :func:`order_norms`."""
+    return x.unflatten(-1, (8, _TOKEN_TILES, 2)).movedim(-3, -1).flatten(-3)
 
 
 # Tiles: (..., p, r1, r0, gid, tid, h, channel tile) with r = 2 * r1 + r0
