@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from oscar_kv import kernels
 from oscar_kv.codec import PackedBlocks, dequantize_blocks
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.pack import RecordLayout
@@ -34,6 +35,7 @@ class KVView:
         recent: Keys and values (batch, heads, n, head_dim); index i is slot ``128 * num_blocks[b] + i``.
         lengths: int64 (batch,).
         columns: int64 (batch, >= lengths) column of the attention mask of each slot; None where slot is column.
+        padded_queries: Whether some of the newest columns, and so of the queries, are padding.
     """
 
     layout: RecordLayout
@@ -44,6 +46,7 @@ class KVView:
     recent: tuple[Tensor, Tensor]
     lengths: Tensor
     columns: Tensor | None = None
+    padded_queries: bool = False
 
 
 @dataclass
@@ -67,6 +70,7 @@ def attend(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     causal: bool = True,
+    plain_mask: bool = False,
 ) -> Tensor:
     """Attention of new queries over everything that a layer has cached, the new tokens included.
 
@@ -81,19 +85,58 @@ def attend(
         softcap: Scores become ``softcap * tanh(score / softcap)`` before the mask.
         sink_logits: (query heads,) learned attention sinks: one more logit per head, without a value.
         causal: Whether mask None masks causally.
+        plain_mask: The mask is causal and hides padding, no more: a kernel that skips padding need not read it.
 
     Returns:
         (batch, query heads, q, value_dim) in the query's dtype.
     """
-    plain = softcap is None and sink_logits is None
-    if view.blocks is None and plain:
+    if view.blocks is None and softcap is None and sink_logits is None:
         return _attend_exact(query, view, scaling, mask, causal)
+    plain = mask is None or (plain_mask and not view.padded_queries)
+    if view.blocks is not None and causal and plain and _kernel_fits(query, view):
+        return _attend_kernel(query, view, scaling, softcap, sink_logits)
     outputs = []
     for start in range(0, query.shape[2], _QUERY_CHUNK):
         stop = min(start + _QUERY_CHUNK, query.shape[2])
         chunk = _Queries(query, start, stop, view, scaling, mask, softcap, causal)
         outputs.append(chunk.attend(sink_logits))
     return torch.cat(outputs, dim=2).to(query.dtype)
+
+
+def _kernel_fits(query: Tensor, view: KVView) -> bool:
+    """Whether the GPU kernel takes this; says once why not."""
+    if not kernels.usable(query.device):
+        return False
+    from oscar_kv.kernels.decode import MAX_COLUMNS, unsupported
+
+    columns = query.shape[1] // view.recent[0].shape[1] * query.shape[2]
+    reason = unsupported(view.layout, columns, query.shape[0], query.device)
+    if reason is not None:
+        kernels.warn_unsupported(reason)
+    return reason is None and columns <= MAX_COLUMNS
+
+
+def _attend_kernel(
+    query: Tensor, view: KVView, scaling: float, softcap: float | None, sink_logits: Tensor | None
+) -> Tensor:
+    from oscar_kv.kernels.decode import decode_attention
+
+    assert view.blocks is not None
+    output = decode_attention(
+        query,
+        view.layout,
+        view.blocks.records,
+        view.blocks.norms,
+        view.num_blocks.int(),
+        view.recent,
+        (view.lengths - BLOCK_TOKENS * view.num_blocks).int(),
+        scaling=scaling,
+        equalizer=view.equalizer,
+        sinks=view.sinks,
+        softcap=softcap,
+        sink_logits=sink_logits,
+    )
+    return output.transpose(1, 2)
 
 
 def is_hidden(mask: Tensor) -> Tensor:

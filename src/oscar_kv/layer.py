@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oscar_kv import kernels
 from oscar_kv.attention import KVView
 from oscar_kv.codec import PackedBlocks, decode, encode
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
@@ -162,9 +163,18 @@ class LayerState:
         sinks = (self.sink_keys, self.sink_values) if packed and self.config.num_sinks else None
         num_blocks = torch.tensor(self.num_blocks, device=self.device)
         lengths = BLOCK_TOKENS * num_blocks + torch.tensor(recent.lengths, device=self.device)
-        columns = self.timeline.column_of_slot
         tokens = (recent.keys, recent.values)
-        return KVView(self.layout, blocks, num_blocks, self.equalizer, sinks, tokens, lengths, columns)
+        return KVView(
+            self.layout,
+            blocks,
+            num_blocks,
+            self.equalizer,
+            sinks,
+            tokens,
+            lengths,
+            columns=self.timeline.column_of_slot,
+            padded_queries=self.timeline.last is not None and self.timeline.last.order is not None,
+        )
 
     def commit(self, recent: Recent) -> None:
         """Pack the blocks that are complete and keep the rest as the tail."""
@@ -211,7 +221,7 @@ class LayerState:
                 if fresh:
                     self._start_rows(group, keys, values)
                 equalizer = None if self.equalizer is None else self.equalizer[group]
-                blocks = encode(keys, values, self.config, equalizer=equalizer, num_sinks=sinks)
+                blocks = self._encode_blocks(keys, values, equalizer, sinks)
                 for i, row in enumerate(group):
                     place = slice(self.num_blocks[row], self.num_blocks[row] + stop - start)
                     self.records[row, place] = blocks.records[i]
@@ -219,6 +229,13 @@ class LayerState:
                         self.norms[row, place] = blocks.norms[i]
             for row in rows:
                 self.num_blocks[row] += stop - start
+
+    def _encode_blocks(self, keys: Tensor, values: Tensor, equalizer: Tensor | None, num_sinks: int) -> PackedBlocks:
+        if not kernels.usable(self.device):
+            return encode(keys, values, self.config, equalizer=equalizer, num_sinks=num_sinks)
+        from oscar_kv.kernels import encode as gpu
+
+        return PackedBlocks(*gpu.encode(keys, values, self.config, equalizer=equalizer, num_sinks=num_sinks))
 
     def _start_rows(self, rows: list[int], keys: Tensor, values: Tensor) -> None:
         """Keep what belongs to the first block of a sequence: its sinks and its equalization vector."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from oscar_kv.attention import KVView, attend, is_hidden
 from oscar_kv.cache import ATTENTION_NAME, HANDOFF, OscarCache, OscarLayer
@@ -23,6 +23,8 @@ CACHE_ARGUMENT = (
     "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )  # fmt: skip
+
+_PLAIN = "_oscar_plain"  # attribute of such a mask
 
 # what models pass to every attention function and the mask or the cache already accounts for
 _WITHOUT_EFFECT = frozenset(
@@ -37,7 +39,15 @@ _WITHOUT_EFFECT = frozenset(
 def register() -> None:
     """Make ``attn_implementation="oscar"`` known to transformers. :func:`enable` does it for you."""
     AttentionInterface.register(ATTENTION_NAME, oscar_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, oscar_mask)
+
+
+def oscar_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of attention "sdpa", marked where it is causal and hides padding, and no more than that."""
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    if mask is not None and kwargs.get("mask_function", causal_mask_function) is causal_mask_function:
+        setattr(mask, _PLAIN, True)
+    return mask
 
 
 def oscar_attention(
@@ -89,7 +99,14 @@ def oscar_attention(
         state, recent = layer.take(_tokens(attention_mask, query.shape[2]))
         view, commit = state.view(recent), (layer, recent)
     output = attend(
-        query, view, scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux, causal=causal
+        query,
+        view,
+        scaling=scaling,
+        mask=attention_mask,
+        softcap=softcap,
+        sink_logits=s_aux,
+        causal=causal,
+        plain_mask=getattr(attention_mask, _PLAIN, False),
     )
     if commit is not None:
         commit[0].commit(commit[1])

@@ -1,0 +1,259 @@
+"""Decode attention on the GPU: queries are rotated, attend to blocks, sinks and tail, and partials are merged."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oscar_kv.kernels.compile import kernel, launch
+from oscar_kv.kernels.encode import METADATA, layout_key, layout_of
+from oscar_kv.pack import RecordLayout
+
+MAX_COLUMNS = 64  # queries times heads of a group; every 16 of them read the cache once more
+_SPARE = 1024  # bytes of shared memory that the driver takes from a CTA
+_POINTERS, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class Args(ctypes.Structure):
+    """``struct Args`` of csrc/decode.cu, field by field. Strides of records and norms are in bytes."""
+
+    _fields_ = (
+        ("q", _POINTERS),
+        *((name, _LONG) for name in ("q_row", "q_head", "q_tok")),
+        ("records", _POINTERS),
+        *((name, _LONG) for name in ("rec_row", "rec_block")),
+        ("norms", _POINTERS),
+        *((name, _LONG) for name in ("norm_row", "norm_block")),
+        ("table", _POINTERS),
+        ("table_row", _LONG),
+        *((name, _POINTERS) for name in ("num_blocks", "tail_len", "equalizer")),
+        *((name, _POINTERS) for name in ("sink_k", "sink_v", "tail_k", "tail_v")),
+        *((name, _LONG) for name in ("tail_row_k", "tail_head_k", "tail_row_v", "tail_head_v")),
+        *((name, _POINTERS) for name in ("out", "sink_logits", "rotated", "part_o", "part_ml")),
+        *((name, _INT) for name in ("batch", "heads", "group", "q_len", "passes", "num_sinks", "warps")),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+    )
+
+
+def unsupported(layout: RecordLayout, columns: int, batch: int, device: torch.device) -> str | None:
+    """Why the kernel cannot take these; ``columns`` is the number of queries times the heads of a group."""
+    if layout.dtype not in (torch.bfloat16, torch.float16):
+        return f"decode attention has no kernel for {layout.dtype}"
+    if 16 in (layout.config.key_bits, layout.config.value_bits):
+        return "decode attention has no kernel for sides of 16 bits"
+    if columns <= MAX_COLUMNS and _shape(layout, columns, batch, _properties(device)[1]) is None:
+        return f"a record of {layout.record_bytes} bytes does not fit the shared memory of {device}"
+    return None
+
+
+def query_bytes(layout: RecordLayout, columns: int) -> int:
+    """Rotated queries of a pass, and the factors that undo their scaling."""
+    return 2 * layout.key_dim * columns + 16
+
+
+def stage_bytes(layout: RecordLayout, columns: int) -> int:
+    """Shared memory of one warp: a record, its norms, and the queries of a pass with ``columns`` columns in use."""
+    norms = 256 if layout.config.token_norm is not None else 0
+    return (layout.record_bytes + norms + query_bytes(layout, columns) + 127) // 128 * 128 + 16  # 16: barriers
+
+
+@cache
+def _shape(layout: RecordLayout, columns: int, batch: int, shared: int) -> tuple[int, int, int] | None:
+    """Column tiles of a pass, columns in use per tile, and warps per CTA; None where not even one warp fits."""
+    tiles = 1 if columns <= 8 else 2
+    used = 8 if columns > 4 else 4 if columns > 2 else columns
+    registers = tiles * (layout.value_dim // 4 + 32)  # for outputs and scores
+    warps = 12 if registers <= 72 else 8 if registers <= 150 else 4
+    fit = (shared - _SPARE - _row_bytes(batch)) // stage_bytes(layout, tiles * used)
+    return (tiles, used, min(warps, fit)) if fit > 0 else None
+
+
+def _row_bytes(batch: int) -> int:
+    return 12 * batch + 4
+
+
+@cache
+def _properties(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a CTA may ask for."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+@cache
+def defines(
+    layout: RecordLayout, *, tiles: int, used: int, warps: int, merge: int, softcap: bool, equalized: bool
+) -> dict[str, int | str]:
+    """Preprocessor definitions of csrc/decode.cu."""
+    config = layout.config
+    return {
+        "KD": layout.key_dim,
+        "VD": layout.value_dim,
+        "KBITS": config.key_bits,
+        "VBITS": config.value_bits,
+        "KGROUP": config.key_group,
+        "VGROUP": layout.value_group,
+        "META": METADATA.index(config.metadata),
+        "BF16": int(layout.dtype == torch.bfloat16),
+        "NORM": 0 if config.token_norm is None else 1 if config.scale_scope == "all" else 2,
+        "EQUAL": int(equalized),
+        "ROTK": int(config.rotate_keys),
+        "ROTV": int(config.rotate_values),
+        "SOFTCAP": int(softcap),
+        "NT": tiles,
+        "QCOLS": used,
+        "WARPS": warps,
+        "MERGE": merge,
+    }
+
+
+def decode_attention(
+    query: Tensor,
+    layout: RecordLayout,
+    records: Tensor,
+    norms: Tensor | None,
+    num_blocks: Tensor,
+    tail: tuple[Tensor, Tensor],
+    tail_lengths: Tensor,
+    *,
+    scaling: float,
+    table: Tensor | None = None,
+    equalizer: Tensor | None = None,
+    sinks: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the newest tokens over everything cached; sums are fp32 and in a fixed order.
+
+    Args:
+        query: (rows, query heads, q, key_dim) bf16 or fp16; they belong to the last q tokens of the tail.
+        layout: Of the records.
+        records: uint8 (rows, blocks, heads, record bytes), or with a table (pages, heads, record bytes).
+        norms: bfloat16 (rows, blocks, 1 or heads, 128), or (pages, 1 or heads, 128); None without token scaling.
+        num_blocks: int32 (rows): packed blocks.
+        tail: Keys and values (rows, heads, capacity, head_dim), the newest tokens included.
+        tail_lengths: int32 (rows): tokens in the tail.
+        scaling: Factor on the scores.
+        table: int32 (rows, blocks): the page of each block.
+        equalizer: float32 (rows, heads, key_dim).
+        sinks: Keys and values (rows, heads, num_sinks, head_dim) of the first tokens.
+        softcap: Scores become ``softcap * tanh(score / softcap)``.
+        sink_logits: (query heads,) learned sinks.
+
+    Returns:
+        (rows, q, query heads, value_dim).
+    """
+    return _decode_attention(
+        query, records, norms, table, num_blocks, tail_lengths, equalizer, *(sinks or (None, None)), *tail,
+        None if sink_logits is None else sink_logits.float(), layout_key(layout), scaling, softcap or 0.0,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("oscar_kv::decode_attention", mutates_args=())
+def _decode_attention(
+    query: Tensor,
+    records: Tensor,
+    norms: Tensor | None,
+    table: Tensor | None,
+    num_blocks: Tensor,
+    tail_lengths: Tensor,
+    equalizer: Tensor | None,
+    sink_keys: Tensor | None,
+    sink_values: Tensor | None,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    sink_logits: Tensor | None,
+    key: str,
+    scaling: float,
+    softcap: float,
+) -> Tensor:
+    layout, device = layout_of(key), query.device
+    batch, q_heads, q_len, _ = query.shape
+    heads = tail_keys.shape[1]
+    columns = q_heads // heads * q_len
+    multiprocessors, shared = _properties(device)
+    shape = _shape(layout, columns, batch, shared)
+    if shape is None:
+        raise NotImplementedError(unsupported(layout, columns, batch, device))
+    tiles, used, warps = shape
+    units = batch * heads * -(-columns // (8 * tiles))
+    slots, all_warps = 2 * units + warps * multiprocessors, warps * multiprocessors
+    tasks = units * tiles * used
+    merge = 8 if tasks < 8 * multiprocessors else 1  # warps that share the partials of a column
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    out = query.new_empty(batch, q_len, q_heads, layout.value_dim)
+    rotated = scratch(units, query_bytes(layout, tiles * used), dtype=torch.uint8)
+    part_o, part_ml = scratch(slots, tiles * used, layout.value_dim), scratch(slots, tiles * used, 2)
+    paged = table is not None
+    args = Args(
+        query.data_ptr(), *query.stride()[:3],
+        records.data_ptr(), 0 if paged else records.stride(0), records.stride(-3),
+        _address(norms), *((0, 0) if norms is None else (0 if paged else 2 * norms.stride(0), 2 * norms.stride(-3))),
+        _address(table), 0 if table is None else table.stride(0),
+        *(_address(x) for x in (num_blocks, tail_lengths, equalizer, sink_keys, sink_values, tail_keys, tail_values)),
+        *tail_keys.stride()[:2], *tail_values.stride()[:2],
+        *(_address(x) for x in (out, sink_logits, rotated, part_o, part_ml)),
+        batch, heads, q_heads // heads, q_len, -(-columns // (8 * tiles)),
+        0 if sink_keys is None else sink_keys.shape[2], all_warps, scaling, softcap,
+    )  # fmt: skip
+    flags = defines(
+        layout,
+        tiles=tiles,
+        used=used,
+        warps=warps,
+        merge=merge,
+        softcap=softcap != 0.0,
+        equalized=equalizer is not None,
+    )
+    for name, grid, block, memory in (
+        ("rotate_queries", units, 32, 0),
+        ("decode", multiprocessors, 32 * warps, warps * stage_bytes(layout, tiles * used) + _row_bytes(batch)),
+        ("combine", -(-tasks * merge // 8), 256, 0),
+    ):
+        code = kernel("decode.cu", name, flags, device)
+        launch(code, grid, block, memory, (bytes(args),), device, dependent=name != "rotate_queries")
+    return out
+
+
+@_decode_attention.register_fake
+def _(query: Tensor, *args: Any) -> Tensor:
+    tail_values: Tensor = args[9]
+    batch, q_heads, q_len, _ = query.shape
+    return query.new_empty(batch, q_len, q_heads, tail_values.shape[-1])
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def representative(arch: str) -> list[tuple[str, str, str, dict[str, int | str]]]:
+    """(title, source, kernel that uses dynamic shared memory, definitions) for the table of resources."""
+    from oscar_kv.config import OscarConfig
+    from oscar_kv.kernels.encode import shared_limit
+
+    variants = (
+        ("default", OscarConfig(), (128, 128), 4),
+        ("paper", OscarConfig.paper(), (128, 128), 4),
+        ("quality", OscarConfig.quality(), (128, 128), 4),
+        ("four_bit", OscarConfig.four_bit(), (128, 128), 4),
+        ("default, 16 columns", OscarConfig(), (128, 128), 16),
+        ("default, D 256", OscarConfig(), (256, 256), 8),
+        ("default, D 80", OscarConfig(), (80, 80), 1),
+    )
+    rows = []
+    for title, config, dims, columns in variants:
+        layout = RecordLayout(config, *dims, torch.bfloat16)
+        shape = _shape(layout, columns, 1, shared_limit(arch))
+        if shape is not None:
+            tiles, used, warps = shape
+            flags = defines(
+                layout, tiles=tiles, used=used, warps=warps, merge=8, softcap=False, equalized=config.equalize > 0
+            )
+            rows.append((title, "decode.cu", "decode", flags))
+    return rows

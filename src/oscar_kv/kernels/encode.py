@@ -1,0 +1,234 @@
+"""Packing blocks on the GPU: what :mod:`oscar_kv.codec` does, in two launches, straight into the cache's records."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oscar_kv.config import BLOCK_TOKENS, OscarConfig
+from oscar_kv.kernels.compile import architecture, kernel, launch
+from oscar_kv.pack import RecordLayout
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+METADATA = ("float16", "bfloat16", "float8_e4m3")
+NORMS = (None, "l2", "max", "mean_abs")
+_NORM_TOKENS, _NORM_THREADS = 32, 256  # of a token_norms CTA
+_STATIC_SHARED = 1024  # bytes of shared memory that the kernels use besides
+_SHARED_KIB = {"sm_80": 163, "sm_90a": 227, "sm_100a": 227, "sm_100": 227}  # what a CTA can have
+_SMALLEST_SHARED_KIB = 99  # of the other architectures
+
+
+class Args(ctypes.Structure):
+    """``struct Args`` of csrc/transform.cuh, field by field. Strides are in bytes, those of the norms in elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("key_row", "key_head", "value_row", "value_head")),
+        *((name, ctypes.c_int) for name in ("key_token", "value_token")),
+        *((name, ctypes.c_void_p) for name in ("starts", "counts", "places", "equalizer", "records")),
+        *((name, ctypes.c_int64) for name in ("record_row", "record_block")),
+        ("norms", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("norm_row", "norm_block")),
+        *((name, ctypes.c_int) for name in ("heads", "num_sinks")),
+    )
+
+
+def layout_key(layout: RecordLayout) -> str:
+    """The layout as a string, since custom ops take plain values only."""
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return json.dumps([asdict(layout.config), layout.key_dim, layout.value_dim, dtype])
+
+
+@cache
+def layout_of(key: str) -> RecordLayout:
+    """Inverse of :func:`layout_key`."""
+    config, key_dim, value_dim, dtype = json.loads(key)
+    return RecordLayout(OscarConfig(**config), key_dim, value_dim, getattr(torch, dtype))
+
+
+def shared_limit(arch: str) -> int:
+    """Bytes of shared memory that a CTA can have."""
+    return _SHARED_KIB.get(arch, _SMALLEST_SHARED_KIB) * 1024
+
+
+@cache
+def defines(layout: RecordLayout, *, equalized: bool, arch: str) -> dict[str, int | str]:
+    """Preprocessor definitions of csrc/encode.cu."""
+    config, offsets = layout.config, layout.offsets
+    limit = shared_limit(arch) - _STATIC_SHARED
+    equalized = equalized and config.key_bits != 16
+    key_dim, value_dim = layout.key_dim, layout.value_dim
+    keys, key_shared = _side("K", key_dim, config.key_bits, config.key_group, 8 * key_dim * equalized, limit)
+    values, value_shared = _side("V", value_dim, config.value_bits, layout.value_group, 0, limit)
+    widest = max(key_dim, value_dim)
+    threads = 128 if widest <= 64 else 256 if widest <= 128 else 512
+    return {
+        **keys,
+        **values,
+        "KFIT": int(config.key_fit == "lstsq"),
+        "VFIT": int(config.value_fit == "lstsq"),
+        "KSTEP": _float32(config.key_shrink / (2**config.key_bits - 1)),
+        "VSTEP": _float32(config.value_shrink / (2**config.value_bits - 1)),
+        "ROTK": int(config.rotate_keys),
+        "ROTV": int(config.rotate_values),
+        "DTYPE": DTYPES.index(layout.dtype),
+        "META": METADATA.index(config.metadata),
+        "NORM": 0 if config.key_bits == 16 else NORMS.index(config.token_norm),
+        "SCOPE": int(config.scale_scope == "head"),
+        "INTZERO": int(config.zero_point == "int"),
+        "EQUAL": int(equalized),
+        "THREADS": threads,
+        "CTAS": 512 // threads,
+        "SHARED": max(key_shared, value_shared),
+        "RECORD": layout.record_bytes,
+        **{name.upper(): offsets[name] for name in offsets if name != "key_codes"},
+    }
+
+
+def _side(side: str, dim: int, bits: int, group: int, extra: int, limit: int) -> tuple[dict[str, int | str], int]:
+    """Definitions of the keys ("K") or values ("V"), and the shared memory that a CTA needs for them."""
+    shape: dict[str, int | str] = {f"{side}D": dim, f"{side}BITS": bits, f"{side}GROUP": group}
+    if bits == 16:
+        return {**shape, f"{side}SLICE": dim}, 0
+    unit, padding = (16, 8) if side == "K" else (group, 4)
+    for parts in range(1, dim // 16 + 1):  # all channels at a time, or the largest share that fits
+        channels = dim // parts
+        shared = BLOCK_TOKENS * dim // group * 16 + extra + BLOCK_TOKENS * (channels + padding) * 4
+        if dim % parts == 0 and channels % unit == 0 and shared <= limit:
+            return {**shape, f"{side}SLICE": channels}, shared
+    raise NotImplementedError(f"head_dim {dim} in groups of {group} does not fit the shared memory of this GPU")
+
+
+def _float32(x: float) -> str:
+    """x rounded to float32, as a C literal."""
+    return f"{struct.unpack('f', struct.pack('f', x))[0]:.9e}f"
+
+
+def encode_blocks(
+    keys: Tensor,
+    values: Tensor,
+    layout: RecordLayout,
+    equalizer: Tensor | None,
+    num_sinks: int,
+    starts: Tensor,
+    counts: Tensor,
+    places: Tensor,
+    records: Tensor,
+    norms: Tensor | None,
+) -> None:
+    """Pack blocks of each row into its records. Nothing here needs the host to know the rows' lengths.
+
+    Args:
+        keys: (rows, heads, tokens, key_dim) in the model's dtype.
+        values: (rows, heads, tokens, value_dim).
+        layout: Of the records.
+        equalizer: float32 (rows, heads, key_dim), or None.
+        num_sinks: Tokens that a row's first block (place 0) leaves out of its statistics.
+        starts: int32 (rows): token at which the first block to pack starts.
+        counts: int32 (rows): blocks to pack, at most ``tokens // 128``.
+        places: int32 (rows): where in the row's records the first of them goes.
+        records: uint8 (rows, blocks, heads, record bytes), written.
+        norms: bfloat16 (rows, blocks, 1 or heads, 128), written; None without token scaling.
+    """
+    if (norms is None) != (layout.config.token_norm is None or layout.config.key_bits == 16):
+        raise ValueError("norms are needed where keys are scaled by token, and only there")
+    _encode_blocks(keys, values, equalizer, starts, counts, places, records, norms, layout_key(layout), num_sinks)
+
+
+@torch.library.custom_op("oscar_kv::encode_blocks", mutates_args=("records", "norms"))
+def _encode_blocks(
+    keys: Tensor,
+    values: Tensor,
+    equalizer: Tensor | None,
+    starts: Tensor,
+    counts: Tensor,
+    places: Tensor,
+    records: Tensor,
+    norms: Tensor | None,
+    layout: str,
+    num_sinks: int,
+) -> None:
+    rows, heads, tokens = keys.shape[:3]
+    most, device = tokens // BLOCK_TOKENS, keys.device
+    if most == 0 or rows == 0:
+        return
+    flags = defines(layout_of(layout), equalized=equalizer is not None, arch=architecture(device))
+    keys, values = aligned(keys), aligned(values)
+    args = Args(
+        *(x.data_ptr() for x in (keys, values)),
+        *byte_strides(keys, values),
+        *(x.data_ptr() for x in (starts, counts, places)),
+        0 if equalizer is None else equalizer.data_ptr(),
+        records.data_ptr(),
+        *records.stride()[:2],
+        0 if norms is None else norms.data_ptr(),
+        *((0, 0) if norms is None else norms.stride()[:2]),
+        heads,
+        num_sinks,
+    )
+    arguments = (bytes(args),)
+    if norms is not None:
+        grid = (most * BLOCK_TOKENS // _NORM_TOKENS, norms.shape[2], rows)
+        launch(kernel("encode.cu", "token_norms", flags, device), grid, _NORM_THREADS, 0, arguments, device)
+    grid = (2 * most, heads, rows)
+    threads, shared = int(flags["THREADS"]), int(flags["SHARED"])
+    launch(kernel("encode.cu", "encode_blocks", flags, device), grid, threads, shared, arguments, device)
+
+
+@_encode_blocks.register_fake
+def _(*args: Any) -> None:
+    return None
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, copied if its tokens are not contiguous runs of 16-byte pieces."""
+    steps = (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:-1]))
+    fits = x.stride(-1) == 1 and all(step % 16 == 0 for step in steps)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def byte_strides(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    """Of rows and heads of the keys and of the values, then of the tokens of both."""
+    key, value = ([stride * x.itemsize for stride in x.stride()] for x in (keys, values))
+    return (*key[:2], *value[:2], key[2], value[2])
+
+
+def encode(
+    keys: Tensor, values: Tensor, config: OscarConfig, *, equalizer: Tensor | None = None, num_sinks: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Pack whole blocks: the records and norms that ``codec.encode`` gives for these arguments."""
+    batch, heads, tokens, key_dim = keys.shape
+    if tokens % BLOCK_TOKENS or values.shape[:3] != keys.shape[:3]:
+        raise ValueError(f"encode takes whole blocks of 128 tokens, not {tuple(keys.shape)} and {tuple(values.shape)}")
+    layout = RecordLayout(config, key_dim, values.shape[-1], keys.dtype)
+    blocks, device = tokens // BLOCK_TOKENS, keys.device
+    records = torch.empty(batch, blocks, heads, layout.record_bytes, dtype=torch.uint8, device=device)
+    norms = None
+    if config.token_norm is not None and config.key_bits != 16:
+        norm_heads = 1 if config.scale_scope == "all" else heads
+        norms = torch.empty(batch, blocks, norm_heads, BLOCK_TOKENS, dtype=torch.bfloat16, device=device)
+    zeros = torch.zeros(batch, dtype=torch.int32, device=device)
+    encode_blocks(keys, values, layout, equalizer, num_sinks, zeros, zeros + blocks, zeros, records, norms)
+    return records, norms
+
+
+def representative(arch: str) -> list[tuple[str, str, str, dict[str, int | str]]]:
+    """(title, source, kernel that uses dynamic shared memory, definitions) for the table of resources."""
+    variants = (
+        ("default", OscarConfig(), (128, 128, torch.bfloat16)),
+        ("quality", OscarConfig.quality(), (128, 128, torch.bfloat16)),
+        ("four_bit", OscarConfig.four_bit(), (128, 128, torch.bfloat16)),
+        ("paper", OscarConfig.paper(), (128, 128, torch.bfloat16)),
+        ("default, D 256", OscarConfig(), (256, 256, torch.bfloat16)),
+    )
+    return [
+        (title, "encode.cu", "encode_blocks", defines(RecordLayout(config, *dims), equalized=True, arch=arch))
+        for title, config, dims in variants
+    ]

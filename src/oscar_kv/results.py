@@ -1,0 +1,92 @@
+"""What a row of a results table must say about how it was made, and CSV files of such rows."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import oscar_kv
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter here; those that are not installed are left out."""
+    found = {"python": platform.python_version(), "oscar_kv": oscar_kv.__version__, "torch": torch.__version__}
+    for package in ("transformers", "cuda-core"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs that torch sees."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def hardware() -> str:
+    """The GPUs, or else the processor and its cores."""
+    names = gpus()
+    if names:
+        return f"{len(names)} x {names[0]}"
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def commit() -> str:
+    """The commit of a checkout of this project, "-dirty" with changes; empty for an installed package."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # no git
+        return ""
+
+
+def provenance() -> dict[str, str]:
+    """Hardware, versions, commit, command and date (UTC) of a result that this process made."""
+    installed = versions()
+    return {
+        "hardware": hardware(),
+        **{name: installed.get(name, "") for name in ("oscar_kv", "torch", "transformers")},
+        "commit": commit(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Append rows with the same columns to a CSV file; a new file gets a header.
+
+    Raises:
+        ValueError: The file has other columns.
+    """
+    columns = list(rows[0])
+    new = not path.exists() or path.stat().st_size == 0
+    if not new:
+        with path.open(newline="", encoding="utf-8") as file:
+            header = next(csv.reader(file))
+        if header != columns:
+            raise ValueError(f"{path} has the columns {', '.join(header)}, not {', '.join(columns)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
