@@ -34,7 +34,8 @@ class KVView:
         sinks: Keys and values (batch, heads, num_sinks, head_dim) of the first slots, or None.
         recent: Keys and values (batch, heads, n, head_dim); index i is slot ``128 * num_blocks[b] + i``.
         lengths: int64 (batch,).
-        columns: int64 (batch, >= lengths) column of the attention mask of each slot; None where slot is column.
+        columns: int64 (batch, >= lengths) column of the attention mask of each slot; None where slot is column and all
+            rows are of one length.
         padded_queries: Whether some of the newest columns, and so of the queries, are padding.
     """
 
@@ -149,7 +150,8 @@ def _attend_exact(query: Tensor, view: KVView, scaling: float, mask: Tensor | No
     keys, values = view.recent
     q_len, n = query.shape[2], keys.shape[2]
     gqa = query.shape[1] != keys.shape[1]
-    if mask is None and (q_len == 1 or q_len == n or not causal):
+    equal = view.columns is None  # every row has n tokens
+    if mask is None and equal and (q_len == 1 or q_len == n or not causal):
         return F.scaled_dot_product_attention(
             query, keys, values, scale=scaling, is_causal=causal and q_len > 1, enable_gqa=gqa
         )

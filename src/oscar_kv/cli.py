@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
@@ -20,7 +21,7 @@ from transformers.utils import logging
 
 import oscar_kv
 from oscar_kv import demo as demonstration
-from oscar_kv import results
+from oscar_kv import kernels, results
 from oscar_kv.cache import ATTENTION_NAME, OscarCache
 from oscar_kv.evaluate import METHODS, PRESETS, Fidelity, compare
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
@@ -32,7 +33,6 @@ app = typer.Typer(
 )
 evaluations = typer.Typer(help="Measure what a packed cache costs in accuracy.", no_args_is_help=True)
 app.add_typer(evaluations, name="eval")
-console = Console()
 
 
 class Preset(StrEnum):
@@ -70,7 +70,7 @@ def _errors_in_one_line() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _progress() -> Progress:
+def _progress(console: Console) -> Progress:
     return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console)
 
 
@@ -90,12 +90,12 @@ def demo(
     """Run one prompt with the 16-bit and the packed cache side by side: text, KL divergence, bytes, a picture."""
     with _errors_in_one_line():
         import_extra("matplotlib", "demo")
-        begin = time.perf_counter()
+        console, begin = Console(), time.perf_counter()
         with console.status(f"loading {model} (the demo model is downloaded once: about 90 MB)"):
             lm, tokenizer = load(model)
         ids = first_tokens(tokenizer, _text(text_file), tokens).to(lm.device)
         config = PRESETS[preset]
-        with oscar_kv.enable(lm, config) as enabled, _progress() as progress:
+        with oscar_kv.enable(lm, config) as enabled, _progress(console) as progress:
             found = demonstration.run(enabled, ids, new_tokens, progress)
         demonstration.show(found, tokenizer, console)
         name, result = list(found.text.items())[-1]
@@ -125,6 +125,7 @@ def generate(
         raise typer.BadParameter("give either --prompt or --prompt-file")
     with _errors_in_one_line():
         text = prompt if prompt_file is None else prompt_file.read_text(encoding="utf-8")
+        console = Console()
         with console.status(f"loading {model}"):
             lm, tokenizer = load(model)
         inputs = _encode(tokenizer, text or "", chat).to(lm.device)
@@ -172,9 +173,10 @@ def fidelity(
     if unknown := [name for name in chosen if name not in METHODS]:
         raise typer.BadParameter(f"no preset {', '.join(unknown)}: choose from {', '.join(METHODS)}")
     with _errors_in_one_line():
+        console = Console()
         lm, tokenizer = load(model, dtype)
         ids = first_tokens(tokenizer, _text(text_file), tokens).to(lm.device)
-        with oscar_kv.enable(lm), _progress() as progress:
+        with oscar_kv.enable(lm), _progress(console) as progress:
             caches = {name: partial(OscarCache, lm.config, METHODS[name], max_length=tokens) for name in chosen}
             task = progress.add_task(f"{len(caches)} methods, tokens", total=tokens)
             found = compare(lm, ids, caches, progress=lambda count: progress.advance(task, count))
@@ -215,5 +217,6 @@ def env() -> None:
     for name, found in results.versions().items():
         table.add_row(name, found)
     table.add_row("GPUs", ", ".join(results.gpus()) or "none")
-    table.add_row("attention", "reference (PyTorch)")
-    console.print(table)
+    reason = kernels.missing(torch.device("cuda", 0) if results.gpus() else torch.device("cpu"))
+    table.add_row("attention", "CUDA kernels" if reason is None else f"PyTorch reference ({reason})")
+    Console().print(table)

@@ -59,7 +59,8 @@ def encode(
         values: (batch, heads, 128 * blocks, value_dim).
         config: The quantization.
         equalizer: float32 (batch, heads, key_dim) from :func:`~oscar_kv.scale.channel_equalizer`, or None.
-        num_sinks: Tokens at the start of the first block that count for no statistic (they are kept elsewhere).
+        num_sinks: Tokens at the start of the first block that count for no statistic, and whose values are packed as 0
+            (they are kept elsewhere).
 
     Returns:
         The packed blocks. A key token that is not finite gets norm NaN and spoils only itself. Without token scaling
@@ -75,7 +76,7 @@ def encode(
         )
     layout = RecordLayout(config, keys.shape[-1], values.shape[-1], keys.dtype)
     sections, norms, key_unit = _encode_keys(keys, layout, equalizer, num_sinks)
-    value_sections, value_unit = _encode_values(values, layout)
+    value_sections, value_unit = _encode_values(values, layout, num_sinks)
     units = torch.stack((key_unit, value_unit, 0 * key_unit, 0 * key_unit), dim=-1)
     return PackedBlocks(layout.join(sections | value_sections | {"units": to_bytes(units)}), norms)
 
@@ -123,13 +124,14 @@ def _encode_keys(
     return sections, norms, unit[..., 0, 0]
 
 
-def _encode_values(values: Tensor, layout: RecordLayout) -> tuple[dict[str, Tensor], Tensor]:
+def _encode_values(values: Tensor, layout: RecordLayout, num_sinks: int) -> tuple[dict[str, Tensor], Tensor]:
     """Sections and unit (batch, blocks, heads) of the values: per token, over groups of channels."""
     config = layout.config
     if config.value_bits == 16:
         return _raw_side("value", values)
-    v = values.float()
-    v = _to_blocks(rotate(v) if config.rotate_values else v)
+    v = rotate(values.float()) if config.rotate_values else values.float()
+    # sinks are read elsewhere, and must not stretch the unit that all tokens share
+    v = _to_blocks(torch.cat((torch.zeros_like(v[:, :, :num_sinks]), v[:, :, num_sinks:]), dim=2))
     v = v.unflatten(-1, (-1, layout.value_group))  # (batch, blocks, heads, 128, groups, group)
     keep = torch.ones((), dtype=torch.bool, device=v.device)
     integer_zero = config.zero_point == "int"

@@ -127,7 +127,8 @@ class LayerState:
             valid: bool (batch, q), False for padding; None where there is none.
         """
         self.check(keys, values)
-        self._pack(Recent(self.tail_keys, self.tail_values, self.tail_lengths, 0), 0)  # what recording held back
+        if not self.recording:  # what recording held back, if it is over
+            self._pack(Recent(self.tail_keys, self.tail_values, self.tail_lengths, 0), 0)
         q_len = keys.shape[2]
         step = self.timeline.extend(self.columns, self.batch, q_len, valid)
         old = self.tail_lengths
@@ -192,7 +193,7 @@ class LayerState:
             self.tail_lengths = list(recent.lengths)  # nothing moves
             return
         if most:
-            self._reserve(max(self.num_blocks) + most)
+            self._reserve(max(self.num_blocks[row] + count for count, rows in rows_of.items() for row in rows))
         kept = {}  # taken out first, since ``recent`` may be the tail itself
         for count, rows in rows_of.items():
             if count:
@@ -338,10 +339,10 @@ class LayerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors without unused room, and plain values."""
-        tensors = self.tensors()
-        for name in ("records", "norms"):
-            if name in tensors:
-                tensors[name] = tensors[name][:, : max(self.num_blocks)].clone()
+        used = max(self.num_blocks)
+        tensors = {
+            name: (x[:, :used] if name in ("records", "norms") else x).clone() for name, x in self.tensors().items()
+        }
         counts = {"num_blocks": list(self.num_blocks), "tail_lengths": list(self.tail_lengths)}
         return {**tensors, **counts, "columns": self.columns, "recording": self.recording}
 
@@ -350,6 +351,8 @@ class LayerState:
         cls, config: OscarConfig, timeline: Timeline, state: dict[str, Any], max_length: int | None
     ) -> LayerState:
         """Inverse of :meth:`state_dict`."""
+        if max_length is not None and state["columns"] > max_length:
+            raise ValueError(f"the stored cache has {state['columns']} columns, more than max_length {max_length}")
         layer = cls(config, timeline, state["tail_keys"], state["tail_values"], max_length)
         layer._reserve(state["records"].shape[1])
         for name, own in layer.tensors().items():

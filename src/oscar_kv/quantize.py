@@ -80,13 +80,16 @@ def round_metadata(scale: Tensor, center: Tensor, dtype: torch.dtype, dims: tupl
         dims: Dimensions that share a unit.
 
     Returns:
-        (stored scale, stored center, unit): real scale = stored scale * unit; unit is float32 with ``dims`` kept.
+        (stored scale, stored center, unit): real scale = stored scale * unit, NaN where it is not finite; unit is
+        float32 with ``dims`` kept.
     """
     largest = torch.maximum(scale.abs(), center.abs()).nan_to_num(0.0, 0.0, 0.0).amax(dims, keepdim=True)
     _, exponent = torch.frexp(largest)  # largest < 2 ** exponent
     exponent = torch.where(largest > 0, exponent - _METADATA_TOP[dtype], 0).clamp(-100, 127)
     unit = torch.ldexp(torch.ones_like(largest), exponent)
-    return (scale / unit).to(dtype), (center / unit).to(dtype), unit
+    # casts to fp8 differ in what they make of infinity
+    stored = (torch.where(x.isfinite(), x / unit, torch.nan).to(dtype) for x in (scale, center))
+    return *stored, unit
 
 
 def quantize(x: Tensor, scale: Tensor, center: Tensor, bits: int) -> Tensor:

@@ -27,7 +27,8 @@ def token_norm(keys: Tensor, kind: TokenNorm, scope: str) -> Tensor:
         scope: "all": over heads and channels; "head": over channels only.
 
     Returns:
-        bfloat16 (batch, 1 or heads, tokens); NaN for a token that is not finite.
+        bfloat16 (batch, 1 or heads, tokens); NaN for a token that is not finite, or whose squares are not (l2 beyond
+        about 1e19).
     """
     x = keys
     if scope == "all":  # heads and channels side by side, so that the sum runs over contiguous memory

@@ -95,7 +95,8 @@ class Timeline:
         self.columns, self.lengths, self.column_of_slot, self.last = 0, [], None, None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"columns": self.columns, "lengths": list(self.lengths), "column_of_slot": self.column_of_slot}
+        columns = None if self.column_of_slot is None else self.column_of_slot.clone()
+        return {"columns": self.columns, "lengths": list(self.lengths), "column_of_slot": columns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.columns, self.lengths, self.last = state["columns"], list(state["lengths"]), None

@@ -76,9 +76,12 @@ __device__ __forceinline__ float e4m3_to_float(u8 code) {
     return __uint_as_float(__float_as_uint(x) | (u32)(code & 0x80u) << 24);
 }
 
-// Store scale and center as element `index` of their arrays; returns what was stored: (scale, center).
+// Store scale and center as element `index` of their arrays, as NaN where they are not finite; returns what was
+// stored: (scale, center).
 template <int FORMAT>
 __device__ __forceinline__ float2 store_metadata(u8* scales, u8* centers, int index, float scale, float center) {
+    if (!is_finite(scale)) scale = not_a_number();
+    if (!is_finite(center)) center = not_a_number();
     if constexpr (FORMAT == META_E4M3) {
 #if __CUDA_ARCH__ >= 890
         u16 pair;

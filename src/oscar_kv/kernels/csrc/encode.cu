@@ -91,7 +91,7 @@ __device__ __forceinline__ void transform(
         }
     }
     __syncthreads();
-    if constexpr (KEYS && NORM == 0) {  // what is not finite becomes 0, as there is no norm to hold the NaN
+    if constexpr (!KEYS || NORM == 0) {  // values of sinks, and keys that are not finite and have no norm to say so: 0
         if (broken[0] | broken[1] | broken[2] | broken[3]) {
             for (int i = threadIdx.x; i < BLOCK_TOKENS * S::PITCH; i += THREADS) {
                 int t = i / S::PITCH;
@@ -382,14 +382,14 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
         for (int i = thread; i < BLOCK_TOKENS * LINES; i += THREADS)
             prefetch(numbers + (i64)(i / LINES) * token_stride + i % LINES * 128);
         if (thread < BLOCK_TOKENS) {
-            bool out = KEYS && place == 0 && thread < a.num_sinks;
+            bool out = place == 0 && thread < a.num_sinks;
             if constexpr (KEYS && NORM != 0) {
                 const u16* from = a.norms + row * a.norm_row + place * a.norm_block + (SCOPE ? head * BLOCK_TOKENS : 0);
                 norms[thread] = bf16_to_float(from[norm_order(thread)]);
                 out |= !is_finite(norms[thread]);
             }
             u32 mask = __ballot_sync(ALL_LANES, out);
-            if (thread % 32 == 0) excluded[thread / 32] = mask, broken[thread / 32] = 0;
+            if (thread % 32 == 0) excluded[thread / 32] = mask, broken[thread / 32] = KEYS ? 0 : mask;
             if (thread == 0) largest = 0;
         }
         if constexpr (KEYS && EQUAL)

@@ -4,17 +4,17 @@
 #include "common.cuh"
 
 struct Args {
-    const u8 *keys, *values;              // (rows, heads, tokens, D)
+    const u8 *keys, *values;                       // (rows, heads, tokens, D)
     i64 key_row, key_head, value_row, value_head;  // strides in bytes
     int key_token, value_token;
-    const int* starts;                    // (rows): token at which the first block to encode starts
-    const int* counts;                    // (rows): blocks to encode
-    const int* places;                    // (rows): where in the row's records the first one goes
-    const float* equalizer;               // (rows, heads, KD)
-    u8* records;                          // (rows, blocks, heads, RECORD)
-    i64 record_row, record_block;
-    u16* norms;                           // (rows, blocks, 1 or heads, 128)
-    i64 norm_row, norm_block;             // strides in elements
+    const int* starts;                             // (rows): token at which the first block to encode starts
+    const int* counts;                             // (rows): blocks to encode
+    const int* places;                             // (rows): where in the row's records the first one goes
+    const float* equalizer;                        // (rows, heads, KD)
+    u8* records;                                   // (rows, blocks, heads, RECORD)
+    i64 record_row, record_block;                  // strides in bytes
+    u16* norms;                                    // (rows, blocks, 1 or heads, 128)
+    i64 norm_row, norm_block;                      // strides in elements
     int heads, num_sinks;
 };
 
@@ -67,7 +67,7 @@ __host__ __device__ constexpr float inverse_root(int power_of_two) {
 __device__ __forceinline__ int norm_order(int token) { return (token & 7) * 16 + (token >> 4) * 2 + (token >> 3 & 1); }
 
 // A token is split into parts of 16 channels: 8 from first_channel on and 8 that lie half a Hadamard block further.
-// So loads are 16 bytes, coalesced, and the butterflies between are the only ones that cross lanes.
+// So loads are 16 bytes, coalesced, and only the butterflies of the steps between cross lanes.
 template <bool KEYS>
 __device__ __forceinline__ int first_channel(int part) {
     using S = Side<KEYS>;

@@ -1,0 +1,31 @@
+"""Shared by all tests: one hypothesis profile, and the Hadamard matrix written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+# The same examples on every run, and no time limit for one: the machines that run the tests are shared.
+settings.register_profile("oscar", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("oscar")
+
+
+@pytest.fixture(scope="session")
+def hadamard() -> Callable[[int], Tensor]:
+    """The rotation in fp64: Sylvester's matrix by Kronecker products, block-diagonal where dim is no power of two."""
+
+    def build(dim: int) -> Tensor:
+        blocks = dim
+        while blocks % 2 == 0:
+            blocks //= 2
+        matrix = torch.ones(1, 1, dtype=torch.float64)
+        while matrix.shape[0] < dim // blocks:
+            matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64))
+        matrix = matrix / matrix.shape[0] ** 0.5
+        return torch.kron(torch.eye(blocks, dtype=torch.float64), matrix)
+
+    return build

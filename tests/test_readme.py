@@ -1,0 +1,52 @@
+"""The examples of the README run as they are, on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import oscar_kv
+
+README = Path(__file__).parents[1] / "README.md"
+EXAMPLES = re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> str:
+    vocabulary = {token: i for i, token in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<end>").save_pretrained(tmp_path)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_examples(model_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(model_path)
+    names = {"MODEL": model_path, "torch": torch}
+    assert [name for name, _ in EXAMPLES] == ["readme", "cache"]
+    for _, code in EXAMPLES:
+        exec(code, names)
+    text, numbers = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    assert text.startswith("The KV cache is")
+    assert len(text) > 30
+    cache = oscar_kv.OscarCache(names["model"].config, oscar_kv.OscarConfig.quality())
+    cache.load_state_dict(torch.load("prompt.pt"))
+    assert numbers == f"{cache.memory_bytes()} {cache.bits_per_element()}"
+    assert cache.get_seq_length() == len("The KV cache is") + 39  # the last token is not fed back
