@@ -87,7 +87,7 @@ def test_greedy(name: str, mode: str) -> None:
     want: Any = generate(truth, ids, dynamic_cache(truth), 60, **options)
     cache = oscar_cache(model)
     got: Any = generate(model, ids, cache, 60, **options)
-    assert len(set(want.sequences[0, 220:].tolist())) > 20  # the model does not loop: its history matters
+    assert len(set(want.sequences[0, 220:].tolist())) > 10  # the model does not loop: its history matters
     assert torch.equal(got.sequences, want.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), **CLOSE)
     check_blocks(cache, 2)
@@ -234,7 +234,7 @@ def test_second_turn_of_unequal_length(name: str, mode: str, told: bool) -> None
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("name", "spread", "least", "most"),
-    [("llama", 0.2, 120, 170), ("llama", 0.1, 20, 70), ("gemma3", 0.2, 60, 150)],
+    [("llama", 0.2, 120, 170), ("llama", 0.1, 20, 90), ("gemma3", 0.2, 60, 150)],
     ids=["rejected", "accepted", "gemma3"],
 )
 def test_prompt_lookup(name: str, spread: float, least: int, most: int, mode: str) -> None:
@@ -887,7 +887,7 @@ def test_memory_and_bits_by_hand() -> None:
         "codes": layers * heads * blocks * codes,
         "scales_zeros": layers * heads * blocks * scales,
         "norms": layers * blocks * 128 * 2,  # bf16, one for all heads
-        "tail": layers * heads * 2 * 128 * dim * 4,
+        "tail": 0,  # 1024 tokens are 8 blocks
         "sinks": layers * heads * 2 * 4 * dim * 4,
         "equalizer": layers * heads * dim * 4,
         "reserved": 0,
@@ -899,7 +899,7 @@ def test_memory_and_bits_by_hand() -> None:
     assert cache.bits_per_element() == pytest.approx(8 * total / (2 * layers * heads * 1024 * dim))
     held = sum(x.nbytes for layer in dynamic.layers for x in (layer.keys, layer.values))
     assert held == 2 * layers * heads * 1024 * dim * 4
-    assert total < 0.25 * held  # the packed part takes 0.08, the tail, always allocated, 0.125
+    assert total < 0.1 * held  # 0.08 of float32, and the sinks
 
 
 def test_bits_per_element_counts_real_tokens() -> None:

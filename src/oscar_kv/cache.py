@@ -19,6 +19,7 @@ from oscar_kv.timeline import Timeline
 ATTENTION_NAME = "oscar"
 HANDOFF = "_oscar_layer"  # attribute of the returned keys by which the attention function finds the layer
 STATE_FORMAT = 1
+_SWITCHED = "make a new OscarCache after set_attn_implementation()"
 
 
 class OscarLayer(CacheLayerMixin):
@@ -85,10 +86,7 @@ class OscarLayer(CacheLayerMixin):
 
     def _state_for(self, keys: Tensor, values: Tensor) -> LayerState:
         if self.pending is not None:
-            raise RuntimeError(
-                f"the keys of the last pass were not read by attention '{ATTENTION_NAME}': the model runs another "
-                "attention than when the cache was made. Make a new OscarCache after set_attn_implementation()"
-            )
+            raise RuntimeError(f"the keys of the last pass were not read by attention '{ATTENTION_NAME}'; {_SWITCHED}")
         if self.state is None:
             self.lazy_initialization(keys, values)
         state = self.state
@@ -218,8 +216,9 @@ class OscarCache(DynamicCache):
         head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
         self.oscar_config.check_head_dim(head_dim, head_dim)
         self.max_length = max_length
+        self._decoder = decoder
         self.packed = decoder._attn_implementation == ATTENTION_NAME
-        self.timeline = Timeline()
+        self.timeline = Timeline(max_length)
         self.padding = Padding(attention_mask)
         super().__init__(config=config)
         self.layers = [OscarLayer(self) if type(layer) is DynamicLayer else layer for layer in self.layers]
@@ -237,12 +236,16 @@ class OscarCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         if layer_idx >= len(self.layers):
             raise ValueError(f"the cache was made for {len(self.layers)} layers, not for layer {layer_idx}")
+        if self.packed and self._decoder._attn_implementation != ATTENTION_NAME:
+            now = self._decoder._attn_implementation
+            raise RuntimeError(f"the model ran attention '{ATTENTION_NAME}' and now runs '{now}'; {_SWITCHED}")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens, and the padding of their prompts."""
         super().reset()  # type: ignore[no-untyped-call]
         self.timeline.clear()
+        self.padding.mask = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (transformers passes a number that is not positive).
@@ -255,7 +258,9 @@ class OscarCache(DynamicCache):
         states = self._states()
         for state in states:
             state.check_crop(-tokens_to_remove)
-        super().crop(tokens_to_remove)
+        # the other layers first: they refuse before anything has changed
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, OscarLayer)):
+            layer.crop(tokens_to_remove)  # type: ignore[union-attr]
         if states and tokens_to_remove:
             self.timeline.crop(-tokens_to_remove)
 
@@ -265,9 +270,11 @@ class OscarCache(DynamicCache):
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self._select(torch.arange(self._batch())[indices.cpu()])
-        super().batch_select_indices(indices)
+        """Keep only these rows, in this order; anything that indexes a tensor's first dimension."""
+        if self._batch():
+            rows = torch.arange(self._batch())[indices.cpu()]
+            self._select(rows)
+            super().batch_select_indices(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
@@ -300,22 +307,21 @@ class OscarCache(DynamicCache):
         )
         for state in self._states():
             total.update(state.memory_bytes())
-        if self.timeline.column_of_slot is not None:
-            total["index"] += self.timeline.column_of_slot.nbytes
-        if self.padding.mask is not None:
-            total["index"] += self.padding.mask.nbytes
-        for layer in self.layers:
-            if not isinstance(layer, OscarLayer):
-                total["other_layers"] += sum(x.nbytes for x in vars(layer).values() if isinstance(x, Tensor))
+        total["index"] += self.timeline.nbytes + (0 if self.padding.mask is None else self.padding.mask.nbytes)
+        total["other_layers"] += sum(_held_bytes(x) for x in self.layers if not isinstance(x, OscarLayer))
         return {**total, "total": sum(total.values())}
 
     def bits_per_element(self) -> float:
-        """Bits that the packed layers take per cached key and value number, everything that they hold included."""
-        states = self._states()
-        elements = sum(sum(self.timeline.lengths) * s.records.shape[2] * (s.layout.key_dim + s.layout.value_dim)
-                       for s in states)  # fmt: skip
+        """Bits that the packed layers take per cached key and value number, everything that they hold included.
+
+        Raises:
+            ValueError: No packed layer holds a token.
+        """
+        tokens, elements = sum(self.timeline.lengths), 0
+        for state in self._states():
+            elements += tokens * state.records.shape[2] * (state.layout.key_dim + state.layout.value_dim)
         if not elements:
-            raise ValueError("the cache is empty")
+            raise ValueError("the cache is empty: no packed layer holds a token")
         memory = self.memory_bytes()
         return 8 * (memory["total"] - memory["other_layers"]) / elements
 
@@ -326,7 +332,7 @@ class OscarCache(DynamicCache):
             NotImplementedError: The cache has layers that are not packed and hold tokens.
         """
         for layer in self.layers:
-            if not isinstance(layer, OscarLayer) and getattr(layer, "is_initialized", False):
+            if not isinstance(layer, OscarLayer) and _holds_tokens(layer):
                 raise NotImplementedError(f"state_dict of a cache with a {type(layer).__name__}")
         layers = {
             str(i): layer.state.state_dict()
@@ -373,3 +379,14 @@ def _check_model(config: PreTrainedConfig) -> PreTrainedConfig:
             "multi-head latent attention (kv_lora_rank): its cache is a compressed latent, not keys and values per head"
         )
     return decoder
+
+
+def _held_bytes(layer: Any) -> int:
+    """Bytes of the tensors of a layer of transformers, which may keep them in dictionaries."""
+    values = [y for x in vars(layer).values() for y in (x.values() if isinstance(x, dict) else (x,))]
+    return sum(x.nbytes for x in values if isinstance(x, Tensor))
+
+
+def _holds_tokens(layer: Any) -> bool:
+    """Whether a layer of transformers has keys and values, or the state of a linear attention."""
+    return bool(getattr(layer, "is_initialized", False)) or any(getattr(layer, "has_previous_state", {}).values())

@@ -20,6 +20,7 @@ from oscar_kv.timeline import Timeline
 ROLLBACK_TOKENS = 128  # newest tokens that stay in 16 bit while a caller may roll them back
 _ENCODE_BLOCKS = 16  # blocks that are encoded at a time: bounds the workspace of a prefill
 _GROWTH = 1.25
+_TAIL_STEP = 32  # tokens by which the tail of a short sequence grows
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -88,7 +89,7 @@ class LayerState:
         self.equalizer: Tensor | None = None
         if config.equalize > 0 and quantized:
             self.equalizer = zeros(batch, heads, keys.shape[-1], dtype=torch.float32)
-        rows = config.residual_length
+        rows = 0 if max_length is None else config.residual_length  # without max_length it grows with a short sequence
         self.sink_keys, self.sink_values = (zeros(batch, heads, config.num_sinks, x.shape[-1]) for x in (keys, values))
         self.tail_keys, self.tail_values = (zeros(batch, heads, rows, x.shape[-1]) for x in (keys, values))
 
@@ -201,9 +202,7 @@ class LayerState:
             start, stop = BLOCK_TOKENS * count, max(recent.lengths[row] for row in rows)
             kept[count] = recent.keys[rows, :, start:stop], recent.values[rows, :, start:stop]
         self.tail_lengths = [n - BLOCK_TOKENS * (max(0, n - hold) // BLOCK_TOKENS) for n in recent.lengths]
-        if max(self.tail_lengths) > self.tail_keys.shape[2]:  # only while recording
-            capacity = self.config.residual_length + ROLLBACK_TOKENS
-            self.tail_keys, self.tail_values = (_grow(x, 2, capacity) for x in (self.tail_keys, self.tail_values))
+        self._reserve_tail(max(self.tail_lengths))
         for count, (keys, values) in kept.items():
             self.tail_keys[rows_of[count], :, : keys.shape[2]] = keys
             self.tail_values[rows_of[count], :, : keys.shape[2]] = values
@@ -255,6 +254,14 @@ class LayerState:
         grown = max(blocks, int(capacity * _GROWTH))
         self.records = _grow(self.records, 1, grown)
         self.norms = None if self.norms is None else _grow(self.norms, 1, grown)
+
+    def _reserve_tail(self, tokens: int) -> None:
+        """Make room for this many tokens in each row's tail, and for some more."""
+        if tokens <= self.tail_keys.shape[2]:
+            return
+        most = self.config.residual_length + (ROLLBACK_TOKENS if self.recording else 0)
+        rows = most if self.max_length is not None else min(most, -(-tokens // _TAIL_STEP) * _TAIL_STEP)
+        self.tail_keys, self.tail_values = (_grow(x, 2, rows) for x in (self.tail_keys, self.tail_values))
 
     def dense(self, recent: Recent) -> tuple[Tensor, Tensor]:
         """All keys and values, packed ones dequantized: (batch, heads, columns, head_dim); padding columns are 0."""

@@ -29,8 +29,12 @@ class Timeline:
     """Where the tokens of each row stand in the columns of the batch, the padded positions that the model counts.
 
     Shared by the layers of a cache, which see the same columns one after the other: padding is looked at once.
+
+    Args:
+        max_columns: Allocate for this many columns at once; None grows.
     """
 
+    max_columns: int | None = None
     columns: int = 0
     lengths: list[int] = field(default_factory=list)
     column_of_slot: Tensor | None = None  # int64 (batch, capacity); None while no row has padding
@@ -50,7 +54,10 @@ class Timeline:
             counts: list[int] = valid.sum(-1).tolist()
             step = Step(counts, torch.argsort(~valid, dim=-1, stable=True))
         if step.order is not None and self.column_of_slot is None:
-            self.column_of_slot = torch.arange(start, device=step.order.device).repeat(batch, 1)
+            self.column_of_slot = torch.zeros(
+                batch, max(start, self.max_columns or 0), dtype=torch.long, device=step.order.device
+            )
+            self.column_of_slot[:, :start] = torch.arange(start, device=step.order.device)
         if self.column_of_slot is not None:
             self._append_columns(start, q_len, step)
         self.lengths = [n + count for n, count in zip(self.lengths, step.counts, strict=True)]
@@ -93,6 +100,12 @@ class Timeline:
 
     def clear(self) -> None:
         self.columns, self.lengths, self.column_of_slot, self.last = 0, [], None, None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are held while rows have padding."""
+        order = None if self.last is None else self.last.order
+        return sum(x.nbytes for x in (self.column_of_slot, order) if x is not None)
 
     def state_dict(self) -> dict[str, Any]:
         columns = None if self.column_of_slot is None else self.column_of_slot.clone()

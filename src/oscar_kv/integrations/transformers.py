@@ -90,7 +90,12 @@ def oscar_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return out
-    _refuse_unknown(layer is not None, dropout, kwargs)
+    try:
+        _refuse_unknown(layer is not None, dropout, kwargs)
+    except NotImplementedError:
+        if layer is not None:
+            layer.pending = None  # the pass is off, and the cache is as it was
+        raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if layer is None:
@@ -157,13 +162,16 @@ class Enabled:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` with a fresh :class:`OscarCache`, unless the caller brings a cache or wants none."""
+        config = kwargs.get("generation_config") or self.model.generation_config
+        wanted = kwargs.get("use_cache", config.use_cache)
         given = any(kwargs.get(name) is not None for name in ("cache", "past_key_values", "cache_implementation"))
-        if not given and kwargs.get("use_cache", True):
-            mask = kwargs.get("attention_mask")
-            packed = self.model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME
-            kwargs[CACHE_ARGUMENT] = OscarCache(
-                self.model.config, self.oscar_config, attention_mask=None if packed else mask
-            )
+        if wanted is not False and not given and config.cache_implementation is None:
+            decoder = self.model.config.get_text_config(decoder=True)
+            mask = None if decoder._attn_implementation == ATTENTION_NAME else kwargs.get("attention_mask")
+            cache = OscarCache(self.model.config, self.oscar_config, attention_mask=mask)
+            if getattr(config, "is_assistant", False):  # whoever drafts will be rolled back
+                cache.activate_past_recording()  # type: ignore[no-untyped-call]
+            kwargs[CACHE_ARGUMENT] = cache
         return self._generate(*args, **kwargs)
 
     def disable(self) -> None:
