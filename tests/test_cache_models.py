@@ -32,6 +32,7 @@ from models import (
     tokens,
 )
 from oscar_kv import OscarCache, OscarConfig
+from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 
 pytestmark = pytest.mark.filterwarnings("ignore:nothing to quantize")
 
@@ -258,6 +259,8 @@ def test_prompt_lookup(name: str, spread: float, least: int, most: int, mode: st
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_assisted(name: str, mode: str, assistant: str) -> None:
     """A smaller model whose guesses are rejected, and a noisy copy of which some are accepted."""
+    if (name, assistant) == ("gemma3", "noisy") and CACHE_ARGUMENT != "cache":
+        pytest.skip("before 5.24 transformers fails by itself with an assistant that has sliding layers")
     model, truth = pair(name, mode)
     if assistant == "smaller":
         helper = make_model("llama", seed=5, num_hidden_layers=1)

@@ -216,7 +216,7 @@ class OscarCache(DynamicCache):
         head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
         self.oscar_config.check_head_dim(head_dim, head_dim)
         self.max_length = max_length
-        self._decoder = decoder
+        self._config, self._decoder = config, decoder
         self.packed = decoder._attn_implementation == ATTENTION_NAME
         self.timeline = Timeline(max_length)
         self.padding = Padding(attention_mask)
@@ -243,7 +243,12 @@ class OscarCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens, and the padding of their prompts."""
-        super().reset()  # type: ignore[no-untyped-call]
+        fresh = DynamicCache(config=self._config).layers  # before 5.24 a sliding layer's reset keeps its length
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, OscarLayer):
+                layer.reset()
+            else:
+                self.layers[i] = fresh[i]
         self.timeline.clear()
         self.padding.mask = None
 
