@@ -56,8 +56,8 @@ def packed_bits(cache: Cache) -> float:
 def bytes_at(cache: Cache, tokens: int) -> dict[str, int]:
     """What :func:`memory_bytes` would give if the cache held this many tokens per row: computed, not measured.
 
-    Packed bytes (or those of 16-bit tokens) grow with the tokens; tail, sinks and equalizer stay. Nothing is
-    reserved, as with ``max_length=tokens``. Layers with a window or a state of fixed size are taken to be full.
+    Packed bytes (or those of 16-bit tokens) grow with the tokens; the tail is full, sinks and equalizer stay. Nothing
+    is reserved, as with ``max_length=tokens``. Layers with a window or a state of fixed size are taken to be full.
 
     Raises:
         ValueError: No block is packed yet, so that a block's size is unknown.
@@ -72,6 +72,12 @@ def bytes_at(cache: Cache, tokens: int) -> dict[str, int]:
         for name in PACKED:
             sizes[name] = sizes[name] * blocks // sum(state.num_blocks)
         sizes["reserved"] = 0
+        states = [layer.state for layer in cache.packed_layers if layer.state is not None]
+        row = sum(
+            s.batch * s.records.shape[2] * (s.layout.key_dim + s.layout.value_dim) * s.layout.dtype.itemsize
+            for s in states
+        )
+        sizes["tail"] = row * cache.oscar_config.residual_length
     else:
         sizes["tokens"] = sizes["tokens"] * tokens // cache.get_seq_length()
     return {**sizes, "total": sum(size for name, size in sizes.items() if name != "total")}
