@@ -235,7 +235,7 @@ def test_second_turn_of_unequal_length(name: str, mode: str, told: bool) -> None
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("name", "spread", "least", "most"),
-    [("llama", 0.2, 120, 170), ("llama", 0.1, 20, 90), ("gemma3", 0.2, 60, 150)],
+    [("llama", 0.2, 120, 170), ("llama", 0.08, 20, 70), ("gemma3", 0.2, 60, 165)],
     ids=["rejected", "accepted", "gemma3"],
 )
 def test_prompt_lookup(name: str, spread: float, least: int, most: int, mode: str) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin, LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 import oscar_kv
 from models import CONFIGS, EXACT, dynamic_cache, forward, generate, make_model, oscar_cache, tokens
@@ -151,32 +158,53 @@ def test_given_cache_is_kept(attention: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["oscar", "sdpa"])
-@pytest.mark.parametrize("where", ["argument", "generation_config", "model"])
+@pytest.mark.parametrize("where", ["argument", "generation_config", "positional", "model", "model, beside another"])
 def test_without_a_cache(where: str, attention: str) -> None:
     """``use_cache=False`` quantizes nothing, wherever it is said."""
     model = make_model()
-    ids, mask = tokens(250, 100)
-    plain = generate(model, ids, None, 10, mask)
-    options: dict[str, Any] = {}
+    ids, mask = tokens(250, 120)
+    plain = generate(model, ids, None, 20, mask)
+    said, silent = (GenerationConfig(use_cache=x, max_new_tokens=20, do_sample=False) for x in (False, None))
+    given: tuple[Any, ...] = (ids,)
+    options: dict[str, Any] = {"attention_mask": mask}
     if where == "argument":
-        options["use_cache"] = False
+        options |= {"use_cache": False, "max_new_tokens": 20, "do_sample": False}
     elif where == "generation_config":
-        options["generation_config"] = type(model.generation_config)(use_cache=False, pad_token_id=0)
+        options["generation_config"] = said
+    elif where == "positional":
+        given = (ids, said)
     else:
         model.generation_config.use_cache = False
+        options["generation_config"] = silent
+        if where == "model":
+            options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
     with oscar_kv.enable(model, attention=attention):
-        assert torch.equal(generate(model, ids, None, 10, mask, **options), plain)
+        assert torch.equal(model.generate(*given, **options), plain)
 
 
 def test_cache_implementation_is_the_callers_choice() -> None:
     """A cache that transformers is told to make is not replaced, wherever it is said."""
     model = make_model()
-    ids, _ = tokens(250)
-    plain = generate(model, ids, None, 10)
-    config = type(model.generation_config)(cache_implementation="dynamic", pad_token_id=0)
+    ids, mask = tokens(250)
+    plain = generate(model, ids, None, 20)
+    config = GenerationConfig(cache_implementation="dynamic", max_new_tokens=20, do_sample=False)
     with oscar_kv.enable(model, attention="sdpa"):
-        assert torch.equal(generate(model, ids, None, 10, cache_implementation="dynamic"), plain)
-        assert torch.equal(generate(model, ids, None, 10, generation_config=config), plain)
+        assert torch.equal(generate(model, ids, None, 20, cache_implementation="dynamic"), plain)
+        assert torch.equal(model.generate(ids, attention_mask=mask, generation_config=config), plain)
+        assert torch.equal(model.generate(ids, config, attention_mask=mask), plain)
+
+
+@pytest.mark.parametrize("attention", ["oscar", "sdpa"])
+def test_hybrid_default_does_not_switch_it_off(attention: str) -> None:
+    """Gemma 2 and 3 come with ``cache_implementation="hybrid"``, which transformers itself takes for "no wish"."""
+    model = make_model()
+    ids, _ = tokens(250)
+    plain = generate(model, ids, None, 20)
+    with oscar_kv.enable(model, attention=attention):
+        want = generate(model, ids, None, 20)
+        assert not torch.equal(want, plain)
+        model.generation_config.cache_implementation = "hybrid"
+        assert torch.equal(generate(model, ids, None, 20), want)
 
 
 @pytest.mark.parametrize("attention", ["oscar", "sdpa"])

@@ -171,7 +171,9 @@ def dequantize_blocks(blocks: PackedBlocks, layout: RecordLayout) -> tuple[Tenso
         float32 (batch, heads, 128 * blocks, key_dim) and (batch, heads, 128 * blocks, value_dim).
     """
     config = layout.config
-    sections = layout.split(blocks.records)
+    sections = layout.split(
+        blocks.records.transpose(1, 2)
+    )  # (batch, heads, blocks, ...): blocks are one after the other
     units = from_bytes(sections["units"], torch.float32)
 
     def params(side: str, groups: int, unit: Tensor) -> tuple[Tensor, Tensor]:  # (..., groups, n) each
@@ -179,9 +181,6 @@ def dequantize_blocks(blocks: PackedBlocks, layout: RecordLayout) -> tuple[Tenso
         stored = (unorder_metadata(from_bytes(sections[name], layout.metadata_dtype), groups) for name in names)
         scale, center = (x.float() * unit[..., None, None] for x in stored)
         return scale, center
-
-    def to_tokens(x: Tensor) -> Tensor:  # (batch, blocks, heads, 128, n) -> (batch, heads, tokens, n)
-        return x.transpose(1, 2).flatten(2, 3)
 
     if config.key_bits == 16:
         keys = from_bytes(sections["key_codes"], layout.dtype).unflatten(-1, (BLOCK_TOKENS, -1)).float()
@@ -199,7 +198,7 @@ def dequantize_blocks(blocks: PackedBlocks, layout: RecordLayout) -> tuple[Tenso
         scale, center = (x.transpose(-1, -2) for x in params("value", groups, units[..., 1]))
         codes = unpack_codes(sections["value_codes"], config.value_bits, layout.value_dim, tokens_are_rows=False)
         values = dequantize(codes.unflatten(-1, (groups, -1)), scale, center, config.value_bits).flatten(-2)
-    return to_tokens(keys), to_tokens(values)
+    return keys.flatten(2, 3), values.flatten(2, 3)
 
 
 def decode(blocks: PackedBlocks, layout: RecordLayout, *, equalizer: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -143,15 +143,20 @@ def pack_codes(codes: Tensor, bits: int, *, tokens_are_rows: bool) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int, dim: int, *, tokens_are_rows: bool) -> Tensor:
     """Inverse of :func:`pack_codes`: uint8 (..., 128, dim)."""
-    tiles: Tensor | None = None
+    fields: Tensor | None = None
     shift, start = 0, 0
     for width in _PLANES[bits]:
         size = BLOCK_TOKENS * dim * width // 8
         plane = _unpack_plane(packed[..., start : start + size], width, dim // 16) << shift
-        tiles = plane if tiles is None else tiles | plane
+        fields = plane if fields is None else fields | plane
         shift, start = shift + width, start + size
-    assert tiles is not None  # every width has a plane
-    return _from_tiles(tiles, tokens_are_rows)
+    assert fields is not None  # every width has a plane
+    n = packed.ndim - 1
+    word, tile, gid, tid, r1, r0, h, byte, position = (n + i for i in range(9))
+    tokens = (word, byte, position, r0, gid) if tokens_are_rows else (word, byte, position, r1, tid, h)
+    channels = (tile, r1, tid, h) if tokens_are_rows else (tile, r0, gid)
+    x = fields.permute(*range(n), *tokens, *channels)  # the one copy that unpacking makes is in reshape
+    return x.reshape(*packed.shape[:-1], BLOCK_TOKENS, dim)
 
 
 def order_metadata(x: Tensor) -> Tensor:
@@ -190,13 +195,6 @@ def _to_tiles(codes: Tensor, tokens_are_rows: bool) -> Tensor:
     return x.permute(*range(n), *(n + i for i in order))
 
 
-def _from_tiles(tiles: Tensor, tokens_are_rows: bool) -> Tensor:
-    n = tiles.ndim - 7
-    order = (0, 2, 3, 6, 1, 4, 5) if tokens_are_rows else (0, 1, 4, 5, 6, 2, 3)
-    x = tiles.permute(*range(n), *(n + i for i in order))
-    return x.flatten(-4).flatten(-4, -2) if tokens_are_rows else x.flatten(-3).flatten(-5, -2)
-
-
 def _pack_plane(tiles: Tensor, width: int) -> Tensor:
     """Tiles of codes below ``2 ** width`` -> uint8 words in the order of the module's table."""
     n = tiles.ndim - 7
@@ -220,20 +218,18 @@ def _pack_plane(tiles: Tensor, width: int) -> Tensor:
 
 
 def _unpack_plane(packed: Tensor, width: int, channel_tiles: int) -> Tensor:
-    """Inverse of :func:`_pack_plane`: uint8 tiles."""
-    # A byte holds one half's bits; little-endian words: bytes (h, high or low half of the half)
+    """Codes of a plane: uint8 (..., word, channel tile, gid, tid, r1, r0, h, byte, position).
+
+    Token tile p is (word, byte, position): words are little-endian, and each half of one is two bytes.
+    """
     n = packed.ndim - 1
     lead = tuple(range(n))
     mask = 2**width - 1
-    if width == 1:
-        x = packed.unflatten(-1, (channel_tiles, 8, 4, 2, 2, 2))  # (tile, gid, tid, r1, h, byte)
+    if width == 1:  # r0 is in the byte
+        x = packed.unflatten(-1, (1, channel_tiles, 8, 4, 2, 2, 2))  # (word, tile, gid, tid, r1, h, byte)
         bits = torch.arange(8, device=x.device, dtype=torch.uint8)
-        x = ((x.unsqueeze(-1) >> bits) & mask).unflatten(-1, (4, 2))  # (..., h, byte, p & 3, r0)
-        x = x.permute(*lead, *(n + i for i in (5, 6, 3, 7, 1, 2, 4, 0)))  # (byte, p & 3, r1, r0, gid, tid, h, tile)
-        return x.flatten(n, n + 1)
-    per_byte = 8 // width
-    x = packed.unflatten(-1, (width // 2, channel_tiles, 8, 4, 2, 2, 2, 2))  # (word, tile, gid, tid, r1, r0, h, byte)
-    bits = width * torch.arange(per_byte, device=x.device, dtype=torch.uint8)
-    x = (x.unsqueeze(-1) >> bits) & mask
-    x = x.permute(*lead, *(n + i for i in (0, 7, 8, 4, 5, 2, 3, 6, 1)))
-    return x.flatten(n, n + 2)  # (word, byte, position, r1, r0, gid, tid, h, tile) -> (p, r1, ...)
+        x = ((x.unsqueeze(-1) >> bits) & mask).unflatten(-1, (4, 2))  # (..., h, byte, position, r0)
+        return x.permute(*lead, *(n + i for i in (0, 1, 2, 3, 4, 8, 5, 6, 7)))
+    x = packed.unflatten(-1, (width // 2, channel_tiles, 8, 4, 2, 2, 2, 2))
+    bits = width * torch.arange(8 // width, device=x.device, dtype=torch.uint8)
+    return (x.unsqueeze(-1) >> bits) & mask

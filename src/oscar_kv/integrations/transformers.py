@@ -162,14 +162,18 @@ class Enabled:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` with a fresh :class:`OscarCache`, unless the caller brings a cache or wants none."""
-        config = kwargs.get("generation_config") or self.model.generation_config
-        wanted = kwargs.get("use_cache", config.use_cache)
-        given = any(kwargs.get(name) is not None for name in ("cache", "past_key_values", "cache_implementation"))
-        if wanted is not False and not given and config.cache_implementation is None:
+        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        wishes: dict[str, Any] = {}  # the call's own, or its configuration's, or the model's
+        for name in ("use_cache", "cache_implementation", "is_assistant"):
+            values = [kwargs.get(name)] + [getattr(x, name, None) for x in (given, self.model.generation_config)]
+            wishes[name] = next((value for value in values if value is not None), None)
+        own = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+        unset = wishes["cache_implementation"] in (None, "hybrid")  # transformers takes "hybrid" for no wish
+        if not own and unset and wishes["use_cache"] is not False:
             decoder = self.model.config.get_text_config(decoder=True)
             mask = None if decoder._attn_implementation == ATTENTION_NAME else kwargs.get("attention_mask")
             cache = OscarCache(self.model.config, self.oscar_config, attention_mask=mask)
-            if getattr(config, "is_assistant", False):  # whoever drafts will be rolled back
+            if wishes["is_assistant"]:  # whoever drafts will be rolled back
                 cache.activate_past_recording()  # type: ignore[no-untyped-call]
             kwargs[CACHE_ARGUMENT] = cache
         return self._generate(*args, **kwargs)
