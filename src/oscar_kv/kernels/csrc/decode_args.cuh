@@ -25,10 +25,7 @@ constexpr int STAGE = (K_STAGE + V_STAGE + Q_BYTES + 127) / 128 * 128;  // share
 constexpr float K_LEVELS = (1 << KBITS) - 1, V_LEVELS = (1 << VBITS) - 1;
 // P enters the value product times 2^(P_SHIFT - pexp): inside fp16's normal range with scales up to 1 (256 for e4m3)
 constexpr int P_SHIFT = META == 2 ? 6 : 13;
-#ifndef UNROLL_K
-#define UNROLL_K 2
-#endif
-constexpr int K_UNROLL = UNROLL_K;
+constexpr int K_UNROLL = 2;  // channel tiles of the score loop side by side: more only grows the code
 constexpr float LOG2E = 1.4426950408889634f;
 #define NEG_INF __int_as_float(0xff800000)
 
