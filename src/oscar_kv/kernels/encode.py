@@ -60,7 +60,7 @@ def shared_limit(arch: str) -> int:
 
 @cache
 def defines(layout: RecordLayout, *, equalized: bool, arch: str) -> dict[str, int | str]:
-    """Preprocessor definitions of csrc/encode.cu."""
+    """Preprocessor definitions of csrc/encode.cuh."""
     config, offsets = layout.config, layout.offsets
     limit = shared_limit(arch) - _STATIC_SHARED
     equalized = equalized and config.key_bits != 16

@@ -1,5 +1,5 @@
 // A token on its way into a block: the arguments, the shape of a side, and step 1 and 2 of the method (equalize,
-// rotate, divide by the norm) on 16 of its channels. For the defines see encode.cu.
+// rotate, divide by the norm) on 16 of its channels. For the defines see encode.cuh.
 #pragma once
 #include "common.cuh"
 
