@@ -58,7 +58,7 @@ class Case:
             equalizer=None if v.equalizer is None else v.equalizer[at],
             sinks=None if v.sinks is None else (v.sinks[0][at], v.sinks[1][at]),
             recent=(v.recent[0][at], v.recent[1][at]),
-            lengths=v.lengths[at],
+            recent_lengths=v.recent_lengths[at],
             columns=None if v.columns is None else v.columns[at],
         )
 
@@ -131,11 +131,12 @@ def _case(
     view = KVView(
         layout,
         PackedBlocks(records, norms) if used else None,
-        torch.tensor(num_blocks),
+        torch.tensor(num_blocks, dtype=torch.int32),
         equalizer,
         (sink_keys, sink_values) if sinks and used else None,
         (recent_keys, recent_values),
-        torch.tensor(lengths),
+        torch.tensor([n - 128 * blocks for n, blocks in zip(lengths, num_blocks, strict=True)], dtype=torch.int32),
+        max(num_blocks),
     )
     return Case(view, all_keys, all_values)
 

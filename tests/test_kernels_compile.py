@@ -16,7 +16,7 @@ import torch
 
 from oscar_kv.config import OscarConfig
 from oscar_kv.kernels import compile as nvrtc
-from oscar_kv.kernels import encode, tail
+from oscar_kv.kernels import decode, encode
 from oscar_kv.kernels.resources import MODULES, resource_usage
 from oscar_kv.pack import RecordLayout
 
@@ -30,6 +30,11 @@ ODD = {  # what no preset does
     "no norm, D 512": (replace(DEFAULT, token_norm=None, key_group=16, value_group=16), 512, 512, torch.bfloat16),
     "unrotated": (replace(DEFAULT, rotate_keys=False, rotate_values=False, token_norm="max"), 16, 48, torch.bfloat16),
 }  # fmt: skip
+LAYOUT = RecordLayout(DEFAULT, 128, 128, torch.bfloat16)
+FLAGS = {
+    "encode": encode.defines(LAYOUT, equalized=True, arch="sm_80"),
+    "decode": decode.defines(LAYOUT, tiles=1, used=4, warps=4, merge=8, softcap=False, equalized=True),
+}
 needs_nvrtc = pytest.mark.skipif(
     not any(Path(path, "cuda", "core").is_dir() for path in sys.path), reason="cuda-core is not installed"
 )
@@ -54,7 +59,7 @@ def test_unusual_configurations_compile(name: str, arch: str) -> None:
     layout = RecordLayout(*ODD[name])
     for equalized in (True, False)[: 1 + (name == "unrotated")]:
         code = nvrtc._compile("encode.cu", encode.defines(layout, equalized=equalized, arch=arch), arch)
-        assert {"token_norms", "encode_blocks"} == set(resource_usage(code))
+        assert {"start_rows", "token_norms", "encode_blocks"} == set(resource_usage(code))
 
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
@@ -70,8 +75,13 @@ def test_shared_memory_suffices_for_every_head_dimension(arch: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("header", "fields"), [("transform.cuh", encode.Args), ("tail.cu", tail.Args)])
-def test_arguments_lie_where_the_kernel_reads_them(header: str, fields: type[ctypes.Structure]) -> None:
+@pytest.mark.parametrize(
+    ("header", "fields", "flags"),
+    [("transform.cuh", encode.Args, FLAGS["encode"]), ("decode_args.cuh", decode.Args, FLAGS["decode"])],
+)
+def test_arguments_lie_where_the_kernel_reads_them(
+    header: str, fields: type[ctypes.Structure], flags: dict[str, int | str]
+) -> None:
     from cuda.core import Program, ProgramOptions
 
     checks = [f"static_assert(sizeof(Args) == {ctypes.sizeof(fields)});"]
@@ -79,10 +89,8 @@ def test_arguments_lie_where_the_kernel_reads_them(header: str, fields: type[cty
         at = getattr(fields, name)
         checks.append(f"static_assert(__builtin_offsetof(Args, {name}) == {at.offset});")
         checks.append(f"static_assert(sizeof(((Args*)0)->{name}) == {at.size});")
-    layout = RecordLayout(DEFAULT, 128, 128, torch.bfloat16)
-    defines = encode.defines(layout, equalized=True, arch="sm_80") | {"THREADS": 256}
     options = ProgramOptions(
-        arch="sm_80", include_path=str(CSRC), define_macro=[(name, str(value)) for name, value in defines.items()]
+        arch="sm_80", include_path=str(CSRC), define_macro=[(name, str(value)) for name, value in flags.items()]
     )
     Program(f'#include "{header}"\n' + "\n".join(checks), "c++", options).compile("cubin")
 
@@ -136,7 +144,7 @@ def test_whatever_changes_the_code_is_compiled_anew(compilations: list[tuple], m
     nvrtc.cubin("encode.cu", {"A": 2}, "sm_80")
     nvrtc.cubin("encode.cu", {"A": 1, "B": 0}, "sm_80")
     nvrtc.cubin("encode.cu", {"A": 1}, "sm_86")
-    nvrtc.cubin("tail.cu", {"A": 1}, "sm_80")
+    nvrtc.cubin("flush.cu", {"A": 1}, "sm_80")
     monkeypatch.setattr(nvrtc, "_versions", lambda: "2")
     nvrtc.cubin("encode.cu", {"A": 1}, "sm_80")
     monkeypatch.setattr(nvrtc, "_sources", lambda: b"edited")

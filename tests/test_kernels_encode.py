@@ -12,8 +12,8 @@ from torch import Tensor
 from oscar_kv import codec
 from oscar_kv.codec import PackedBlocks, dequantize_blocks
 from oscar_kv.config import OscarConfig
-from oscar_kv.kernels.encode import _encode_blocks, encode, encode_blocks, layout_key
-from oscar_kv.kernels.tail import Tail, append, flush, start_rows
+from oscar_kv.kernels.encode import _encode_blocks, encode, encode_blocks, layout_key, start_rows
+from oscar_kv.kernels.tail import Counters, append, flush
 from oscar_kv.layer import LayerState
 from oscar_kv.pack import RecordLayout, from_bytes, unpack_codes
 from oscar_kv.scale import channel_equalizer
@@ -95,7 +95,8 @@ def check(records: Tensor, norms: Tensor | None, reference: PackedBlocks, layout
                 a, b = (from_bytes(x, layout.metadata_dtype).float() for x in (a, b))
                 assert torch.equal(a.isnan(), b.isnan())
             differing += int((a != b).logical_and(a == a).sum())
-        limit = 0.0 if exact[side] or bits == 16 else 1e-4 * (1 + tipped)
+        thresholds = max(1.0, 2**bits / 16)  # where a rounding error may tip a code
+        limit = 0.0 if exact[side] or bits == 16 else 1e-4 * (1 + tipped) * thresholds
         assert differing <= limit * total, f"{differing} of {total} bytes of the {side}s differ"
         if bits != 16:
             codes = [
@@ -176,10 +177,8 @@ def test_rows_with_their_own_starts_counts_and_places() -> None:
     equalizer = equalizer_of(keys, DEFAULT)
     records = torch.full((BATCH, 5, HEADS, layout.record_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
     norms = torch.full((BATCH, 5, 1, 128), -1, dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
-    on_device = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, counts, places)]
-    encode_blocks(
-        keys.to(DEVICE), values.to(DEVICE), layout, on_gpu(equalizer), 4, *on_device, records, norms
-    )  # fmt: skip
+    plan = torch.tensor((starts, counts, places), dtype=torch.int32, device=DEVICE)
+    encode_blocks(keys.to(DEVICE), values.to(DEVICE), layout, on_gpu(equalizer), 4, plan, records, norms)
     records, norms = records.cpu(), norms.cpu()
     assert equalizer is not None
     for row, (start, count, place) in enumerate(zip(starts, counts, places, strict=True)):
@@ -229,26 +228,28 @@ def fresh_cache(config: OscarConfig, lengths: list[int], dims: tuple[int, int], 
     state.commit(state.append(*prompt, valid))
     layout = state.layout
     blocks = (max(lengths) + steps) // 128
-    tail = Tail.empty(rows, HEADS, config.residual_length, layout, torch.device(DEVICE))
+    tail = tuple(torch.zeros(rows, HEADS, config.residual_length, d, dtype=dtype, device=DEVICE) for d in dims)
     for row, length in enumerate(lengths):
-        for store, x in zip((tail.keys, tail.values), prompt, strict=True):
+        for store, x in zip(tail, prompt, strict=True):
             store[row, :, :length] = x[row, :, columns - length :].to(DEVICE)
-    tail.lengths.copy_(torch.tensor(lengths))
+    counters = Counters.zeros(rows, torch.device(DEVICE))
+    counters.set(lengths, [0] * rows)
     records = torch.full((rows, blocks, HEADS, layout.record_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
     norms = torch.zeros(rows, blocks, 1, 128, dtype=torch.bfloat16, device=DEVICE)
     equalizer = torch.zeros(rows, HEADS, dims[0], device=DEVICE)
     sinks = [torch.zeros(rows, HEADS, config.num_sinks, d, dtype=dtype, device=DEVICE) for d in dims]
     store = (records, norms, equalizer, (sinks[0], sinks[1]))
-    return {"state": state, "tail": tail, "stream": stream, "store": store}
+    return {"state": state, "tail": tail, "counters": counters, "stream": stream, "store": store}
 
 
-def same_as(state: LayerState, tail: Tail, store: tuple) -> None:
-    records, norms, equalizer, sinks = store
-    assert tail.num_blocks.tolist() == state.num_blocks
-    assert tail.lengths.tolist() == tail.totals.tolist() == state.tail_lengths
+def same_as(cache: dict) -> None:
+    state, tail, counters = cache["state"], cache["tail"], cache["counters"]
+    records, norms, equalizer, sinks = cache["store"]
+    assert counters.num_blocks.tolist() == state.num_blocks
+    assert counters.lengths.tolist() == state.tail_lengths
     for row, (blocks, length) in enumerate(zip(state.num_blocks, state.tail_lengths, strict=True)):
-        assert torch.equal(tail.keys[row, :, :length].cpu(), state.tail_keys[row, :, :length])
-        assert torch.equal(tail.values[row, :, :length].cpu(), state.tail_values[row, :, :length])
+        assert torch.equal(tail[0][row, :, :length].cpu(), state.tail_keys[row, :, :length])
+        assert torch.equal(tail[1][row, :, :length].cpu(), state.tail_values[row, :, :length])
         assert (records[row, blocks:] == 0xFF).all()
         if blocks:
             assert state.norms is not None
@@ -266,51 +267,51 @@ def test_append_and_flush_are_those_of_the_layer(residual_length: int) -> None:
     config = replace(DEFAULT, residual_length=residual_length)
     steps = 400 + residual_length
     cache = fresh_cache(config, [30, 77], (64, 32), steps, torch.bfloat16)
-    state, tail, store = cache["state"], cache["tail"], cache["store"]
+    state, tail, counters, store = (cache[name] for name in ("state", "tail", "counters", "store"))
     for step in range(steps):
         keys, values = (x[:, :, step : step + 1] for x in cache["stream"])
         before = list(state.num_blocks)
         state.commit(state.append(keys, values, None))
-        append(tail, keys.to(DEVICE), values.to(DEVICE))
-        flush(tail, state.layout, *store)
+        append(keys.to(DEVICE), values.to(DEVICE), tail, counters, state.layout)
+        flush(tail, counters, state.layout, *store)
         if state.num_blocks != before or step % 50 == 0:
-            same_as(state, tail, store)
+            same_as(cache)
     assert min(state.num_blocks) >= 3
-    same_as(state, tail, store)
+    same_as(cache)
 
 
 def test_appending_several_tokens_at_once() -> None:
     cache = fresh_cache(DEFAULT, [100, 27], (64, 32), 60, torch.float16)
-    state, tail, store = cache["state"], cache["tail"], cache["store"]
+    state, tail, counters, store = (cache[name] for name in ("state", "tail", "counters", "store"))
     for first, last in pairwise((0, 5, 6, 20, 28, 60)):
         keys, values = (x[:, :, first:last] for x in cache["stream"])
-        if max(tail.lengths.tolist()) + last - first > 128:  # beyond the capacity, as a cache would refuse
+        if max(counters.lengths.tolist()) + last - first > 128:  # beyond the capacity, as a cache would refuse
             continue
         state.commit(state.append(keys, values, None))
-        append(tail, keys.to(DEVICE), values.to(DEVICE))
-        flush(tail, state.layout, *store)
-        same_as(state, tail, store)
+        append(keys.to(DEVICE), values.to(DEVICE), tail, counters, state.layout)
+        flush(tail, counters, state.layout, *store)
+        same_as(cache)
     assert state.num_blocks == [1, 0]
 
 
 def test_cuda_graph() -> None:
     cache = fresh_cache(DEFAULT, [30, 77], (64, 32), 150, torch.bfloat16)
-    state, tail, store = cache["state"], cache["tail"], cache["store"]
+    state, tail, counters, store = (cache[name] for name in ("state", "tail", "counters", "store"))
     keys, values = (x[:, :, :1].to(DEVICE) for x in cache["stream"])
     scratch = fresh_cache(DEFAULT, [1, 1], (64, 32), 150, torch.bfloat16)
-    append(scratch["tail"], keys, values)  # compiles
-    flush(scratch["tail"], state.layout, *scratch["store"])
+    append(keys, values, scratch["tail"], scratch["counters"], state.layout)  # compiles
+    flush(scratch["tail"], scratch["counters"], state.layout, *scratch["store"])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        append(tail, keys, values)
-        flush(tail, state.layout, *store)
+        append(keys, values, tail, counters, state.layout)
+        flush(tail, counters, state.layout, *store)
     for step in range(150):
         new = [x[:, :, step : step + 1] for x in cache["stream"]]
         state.commit(state.append(*new, None))
         keys.copy_(new[0])
         values.copy_(new[1])
         graph.replay()
-    same_as(state, tail, store)
+    same_as(cache)
     assert state.num_blocks == [1, 1]
 
 
@@ -319,19 +320,17 @@ def test_operator_is_well_formed() -> None:
     layout = RecordLayout(DEFAULT, 64, 64, torch.bfloat16)
     records = torch.zeros(BATCH, BLOCKS, HEADS, layout.record_bytes, dtype=torch.uint8, device=DEVICE)
     norms = torch.zeros(BATCH, BLOCKS, 1, 128, dtype=torch.bfloat16, device=DEVICE)
-    zeros = torch.zeros(BATCH, dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(
-        _encode_blocks, (keys, values, None, zeros, zeros + 1, zeros, records, norms, layout_key(layout), 0)
-    )
+    plan = torch.tensor([[0, 0], [1, 1], [0, 0]], dtype=torch.int32, device=DEVICE)
+    torch.library.opcheck(_encode_blocks, (keys, values, None, plan, records, norms, layout_key(layout), 0))
 
 
 def test_norms_must_be_there_if_and_only_if_keys_are_scaled() -> None:
     layout = RecordLayout(DEFAULT, 64, 64, torch.bfloat16)
     x = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=DEVICE)
-    zeros = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    plan = torch.zeros(3, 1, dtype=torch.int32, device=DEVICE)
     records = torch.zeros(1, 1, 1, layout.record_bytes, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="norms"):
-        encode_blocks(x, x, layout, None, 0, zeros, zeros, zeros, records, None)
+        encode_blocks(x, x, layout, None, 0, plan, records, None)
 
 
 def test_decoded_values_are_those_of_the_reference() -> None:

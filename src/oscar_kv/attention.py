@@ -24,16 +24,18 @@ class KVView:
     """What one layer's queries may attend to. Row b has ``lengths[b]`` tokens, in slots 0 to ``lengths[b] - 1``.
 
     Slots below ``128 * num_blocks[b]`` are packed, of which the first ``num_sinks`` are read from their 16-bit copy;
-    the others are in ``recent``.
+    the others are in ``recent``, of which the ``fresh`` newest came with this pass and are not counted elsewhere.
 
     Args:
         layout: Layout of the records.
-        blocks: Packed blocks (batch, >= num_blocks, ...), or None where no row has any.
-        num_blocks: int64 (batch,).
+        blocks: Packed blocks (batch, >= num_blocks, ...), or None where no row can have any.
+        num_blocks: int32 (batch,).
         equalizer: float32 (batch, heads, key_dim) or None.
         sinks: Keys and values (batch, heads, num_sinks, head_dim) of the first slots, or None.
         recent: Keys and values (batch, heads, n, head_dim); index i is slot ``128 * num_blocks[b] + i``.
-        lengths: int64 (batch,).
+        recent_lengths: int32 (batch,): tokens in ``recent``, but for the fresh ones.
+        most_blocks: Largest of num_blocks. A kernel does not look at it, and so can run again when there are more.
+        fresh: New tokens of each row that ``recent_lengths`` leaves out.
         columns: int64 (batch, >= lengths) column of the attention mask of each slot; None where slot is column and all
             rows are of one length.
         padded_queries: Whether some of the newest columns, and so of the queries, are padding.
@@ -45,9 +47,16 @@ class KVView:
     equalizer: Tensor | None
     sinks: tuple[Tensor, Tensor] | None
     recent: tuple[Tensor, Tensor]
-    lengths: Tensor
+    recent_lengths: Tensor
+    most_blocks: int
+    fresh: int = 0
     columns: Tensor | None = None
     padded_queries: bool = False
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 (batch,): all tokens of each row."""
+        return BLOCK_TOKENS * self.num_blocks + self.recent_lengths + self.fresh
 
 
 @dataclass
@@ -91,11 +100,11 @@ def attend(
     Returns:
         (batch, query heads, q, value_dim) in the query's dtype.
     """
-    if view.blocks is None and softcap is None and sink_logits is None:
-        return _attend_exact(query, view, scaling, mask, causal)
     plain = mask is None or (plain_mask and not view.padded_queries)
     if view.blocks is not None and causal and plain and _kernel_fits(query, view):
         return _attend_kernel(query, view, scaling, softcap, sink_logits)
+    if view.most_blocks == 0 and softcap is None and sink_logits is None:
+        return _attend_exact(query, view, scaling, mask, causal)
     outputs = []
     for start in range(0, query.shape[2], _QUERY_CHUNK):
         stop = min(start + _QUERY_CHUNK, query.shape[2])
@@ -128,10 +137,11 @@ def _attend_kernel(
         view.layout,
         view.blocks.records,
         view.blocks.norms,
-        view.num_blocks.int(),
+        view.num_blocks,
         view.recent,
-        (view.lengths - BLOCK_TOKENS * view.num_blocks).int(),
+        view.recent_lengths,
         scaling=scaling,
+        fresh=view.fresh,
         equalizer=view.equalizer,
         sinks=view.sinks,
         softcap=softcap,
@@ -221,7 +231,7 @@ class _Queries:
             self._accumulate(segment)
         packed, exact = self.output[True], self.output[False]
         config = self.view.layout.config
-        if self.view.blocks is not None and config.rotate_values and config.value_bits != 16:
+        if self.view.most_blocks and config.rotate_values and config.value_bits != 16:
             packed = rotate(packed)
         total = self.total
         if sink_logits is not None:
@@ -266,10 +276,10 @@ def _segments(view: KVView) -> Iterator[_Segment]:
     num_blocks = view.num_blocks.unsqueeze(1)
     sinks = 0 if view.sinks is None else view.sinks[0].shape[2]
     if view.blocks is not None:
-        step = _KEY_CHUNK // BLOCK_TOKENS
-        for start in range(0, int(view.num_blocks.max()), step):
-            records = view.blocks.records[:, start : start + step]
-            norms = None if view.blocks.norms is None else view.blocks.norms[:, start : start + step]
+        for start in range(0, view.most_blocks, _KEY_CHUNK // BLOCK_TOKENS):
+            part = slice(start, start + _KEY_CHUNK // BLOCK_TOKENS)
+            records = view.blocks.records[:, part]
+            norms = None if view.blocks.norms is None else view.blocks.norms[:, part]
             chunk = PackedBlocks(records, norms)
             keys, values = dequantize_blocks(chunk, view.layout)
             gain = chunk.token_norms()

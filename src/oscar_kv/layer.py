@@ -13,6 +13,9 @@ from oscar_kv import kernels
 from oscar_kv.attention import KVView
 from oscar_kv.codec import PackedBlocks, decode, encode
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
+from oscar_kv.kernels import tail as device_tail
+from oscar_kv.kernels.decode import unsupported
+from oscar_kv.kernels.tail import Counters
 from oscar_kv.pack import RecordLayout
 from oscar_kv.scale import channel_equalizer
 from oscar_kv.timeline import Timeline
@@ -33,12 +36,14 @@ class Recent:
         values: (batch, heads, n, value_dim).
         lengths: Tokens of each row, at most n; what lies beyond is arbitrary.
         columns: Columns of the pass.
+        on_device: Whether the new tokens are in the tail, where the device counts them.
     """
 
     keys: Tensor
     values: Tensor
     lengths: list[int]
     columns: int
+    on_device: bool = False
 
 
 class LayerState:
@@ -92,6 +97,13 @@ class LayerState:
         rows = 0 if max_length is None else config.residual_length  # without max_length it grows with a short sequence
         self.sink_keys, self.sink_values = (zeros(batch, heads, config.num_sinks, x.shape[-1]) for x in (keys, values))
         self.tail_keys, self.tail_values = (zeros(batch, heads, rows, x.shape[-1]) for x in (keys, values))
+        self.counters = self._counters(batch, keys.device)
+
+    def _counters(self, batch: int, device: torch.device) -> Counters | None:
+        """Device-side counts of the rows, where kernels pack and attend; the lists of this class mirror them."""
+        if not kernels.usable(device) or unsupported(self.layout, 1, batch, device) is not None:
+            return None
+        return Counters.zeros(batch, device)
 
     @property
     def batch(self) -> int:
@@ -128,13 +140,18 @@ class LayerState:
             valid: bool (batch, q), False for padding; None where there is none.
         """
         self.check(keys, values)
-        if not self.recording:  # what recording held back, if it is over
+        if not self.recording and any(self._complete(self.tail_lengths, 0)):  # what recording held back
             self._pack(Recent(self.tail_keys, self.tail_values, self.tail_lengths, 0), 0)
         q_len = keys.shape[2]
         step = self.timeline.extend(self.columns, self.batch, q_len, valid)
         old = self.tail_lengths
         longest = max(old)
         lengths = [n + count for n, count in zip(old, step.counts, strict=True)]
+        if self.counters is not None and step.order is None and max(lengths) <= self._tail_limit():
+            self._reserve_tail(max(lengths))
+            device_tail.append(keys, values, (self.tail_keys, self.tail_values), self.counters, self.layout)
+            keys, values = (tail[:, :, : max(lengths)] for tail in (self.tail_keys, self.tail_values))
+            return Recent(keys, values, lengths, q_len, on_device=True)
         fits = max(lengths) <= self.tail_keys.shape[2]
         index = None
         if step.order is not None or min(old) != longest:
@@ -160,20 +177,25 @@ class LayerState:
 
     def view(self, recent: Recent) -> KVView:
         """What the queries of this pass may attend to."""
-        packed = max(self.num_blocks) > 0
-        blocks = PackedBlocks(self.records, self.norms) if packed else None
-        sinks = (self.sink_keys, self.sink_values) if packed and self.config.num_sinks else None
-        num_blocks = torch.tensor(self.num_blocks, device=self.device)
-        lengths = BLOCK_TOKENS * num_blocks + torch.tensor(recent.lengths, device=self.device)
-        tokens = (recent.keys, recent.values)
+        most = max(self.num_blocks)
+        here = most > 0 or self.counters is not None  # a kernel may run again, in a graph, when there are some
+        blocks = PackedBlocks(self.records, self.norms) if here else None
+        sinks = (self.sink_keys, self.sink_values) if here and self.config.num_sinks else None
+        if recent.on_device and self.counters is not None:
+            num_blocks, lengths, fresh = self.counters.num_blocks, self.counters.lengths, recent.columns
+        else:
+            num_blocks, lengths = torch.tensor((self.num_blocks, recent.lengths), dtype=torch.int32).to(self.device)
+            fresh = 0
         return KVView(
             self.layout,
             blocks,
             num_blocks,
             self.equalizer,
             sinks,
-            tokens,
+            (recent.keys, recent.values),
             lengths,
+            most,
+            fresh,
             columns=self.timeline.column_of_slot,
             padded_queries=self.timeline.last is not None and self.timeline.last.order is not None,
         )
@@ -181,61 +203,90 @@ class LayerState:
     def commit(self, recent: Recent) -> None:
         """Pack the blocks that are complete and keep the rest as the tail."""
         self.columns += recent.columns
-        self._pack(recent, ROLLBACK_TOKENS if self.recording else 0)
+        hold = ROLLBACK_TOKENS if self.recording else 0
+        if recent.on_device and self.counters is not None:
+            self._count(recent.lengths, self._complete(recent.lengths, hold))
+            self._reserve(max(self.num_blocks))
+            device_tail.flush(
+                (self.tail_keys, self.tail_values), self.counters, self.layout, self.records, self.norms,
+                self.equalizer, (self.sink_keys, self.sink_values) if self.config.num_sinks else None, hold,
+            )  # fmt: skip
+        else:
+            self._pack(recent, hold)
+
+    def advance(self, columns: int) -> None:
+        """Count what the replay of a CUDA graph, captured from a pass of so many columns, has done on the device."""
+        self.columns += columns
+        lengths = [n + columns for n in self.tail_lengths]
+        self._count(lengths, self._complete(lengths, 0))
+
+    def _complete(self, lengths: list[int], hold: int) -> list[int]:
+        """Blocks to pack of each row: all but the newest ``residual_length - 128 + hold`` tokens."""
+        hold += self.config.residual_length - BLOCK_TOKENS
+        return [max(0, length - hold) // BLOCK_TOKENS for length in lengths]
+
+    def _count(self, lengths: list[int], packed: list[int]) -> None:
+        """Set the counts after so many blocks of each row have been packed out of so many recent tokens."""
+        self.num_blocks = [n + count for n, count in zip(self.num_blocks, packed, strict=True)]
+        self.tail_lengths = [n - BLOCK_TOKENS * count for n, count in zip(lengths, packed, strict=True)]
 
     def _pack(self, recent: Recent, hold: int) -> None:
-        """Pack complete blocks of ``recent`` but for its newest ``residual_length - 128 + hold`` tokens."""
-        hold += self.config.residual_length - BLOCK_TOKENS
+        """Pack the complete blocks of ``recent``, and make the rest the tail."""
+        packed = self._complete(recent.lengths, hold)
+        in_place = recent.keys.data_ptr() == self.tail_keys.data_ptr()
         rows_of: dict[int, list[int]] = defaultdict(list)  # number of complete blocks -> rows
-        for row, length in enumerate(recent.lengths):
-            rows_of[max(0, length - hold) // BLOCK_TOKENS].append(row)
-        most = max(rows_of)
-        if most == 0 and recent.keys.data_ptr() == self.tail_keys.data_ptr():
-            self.tail_lengths = list(recent.lengths)  # nothing moves
-            return
-        if most:
-            self._reserve(max(self.num_blocks[row] + count for count, rows in rows_of.items() for row in rows))
+        for row, count in enumerate(packed):
+            rows_of[count].append(row)
         kept = {}  # taken out first, since ``recent`` may be the tail itself
         for count, rows in rows_of.items():
-            if count:
-                self._encode(recent, rows, count)
             start, stop = BLOCK_TOKENS * count, max(recent.lengths[row] for row in rows)
-            kept[count] = recent.keys[rows, :, start:stop], recent.values[rows, :, start:stop]
-        self.tail_lengths = [n - BLOCK_TOKENS * (max(0, n - hold) // BLOCK_TOKENS) for n in recent.lengths]
+            if count or not in_place:
+                kept[count] = recent.keys[rows, :, start:stop], recent.values[rows, :, start:stop]
+        if max(packed):
+            self._reserve(max(n + count for n, count in zip(self.num_blocks, packed, strict=True)))
+            self._encode(recent, packed)
+        self._count(recent.lengths, packed)
         self._reserve_tail(max(self.tail_lengths))
         for count, (keys, values) in kept.items():
             self.tail_keys[rows_of[count], :, : keys.shape[2]] = keys
             self.tail_values[rows_of[count], :, : keys.shape[2]] = values
+        self._upload_counts()
 
-    def _encode(self, recent: Recent, rows: list[int], count: int) -> None:
-        """Pack the first ``count`` blocks of some rows of ``recent``."""
-        for start in range(0, count, _ENCODE_BLOCKS):
-            stop = min(start + _ENCODE_BLOCKS, count)
-            tokens = slice(BLOCK_TOKENS * start, BLOCK_TOKENS * stop)
-            for fresh in (True, False):  # rows whose first block this is, and the others
-                group = [row for row in rows if (self.num_blocks[row] == 0) == fresh]
-                if not group:
-                    continue
-                keys, values = recent.keys[group, :, tokens], recent.values[group, :, tokens]
-                sinks = self.config.num_sinks if fresh else 0
+    def _encode(self, recent: Recent, packed: list[int]) -> None:
+        """Pack so many blocks of each row of ``recent``, from its start on."""
+        if kernels.usable(self.device):
+            self._encode_on_device(recent, packed)
+            return
+        for start in range(0, max(packed), _ENCODE_BLOCKS):
+            rows_of: dict[tuple[bool, int], list[int]] = defaultdict(list)
+            for row, count in enumerate(packed):
+                fresh = self.num_blocks[row] + start == 0  # this is the row's first block
+                if count > start:
+                    rows_of[fresh, min(count, start + _ENCODE_BLOCKS)].append(row)
+            for (fresh, stop), rows in rows_of.items():
+                tokens = slice(BLOCK_TOKENS * start, BLOCK_TOKENS * stop)
+                keys, values = recent.keys[rows, :, tokens], recent.values[rows, :, tokens]
                 if fresh:
-                    self._start_rows(group, keys, values)
-                equalizer = None if self.equalizer is None else self.equalizer[group]
-                blocks = self._encode_blocks(keys, values, equalizer, sinks)
-                for i, row in enumerate(group):
-                    place = slice(self.num_blocks[row], self.num_blocks[row] + stop - start)
+                    self._start_rows(rows, keys, values)
+                equalizer = None if self.equalizer is None else self.equalizer[rows]
+                sinks = self.config.num_sinks if fresh else 0
+                blocks = encode(keys, values, self.config, equalizer=equalizer, num_sinks=sinks)
+                for i, row in enumerate(rows):
+                    place = slice(self.num_blocks[row] + start, self.num_blocks[row] + stop)
                     self.records[row, place] = blocks.records[i]
                     if self.norms is not None and blocks.norms is not None:
                         self.norms[row, place] = blocks.norms[i]
-            for row in rows:
-                self.num_blocks[row] += stop - start
 
-    def _encode_blocks(self, keys: Tensor, values: Tensor, equalizer: Tensor | None, num_sinks: int) -> PackedBlocks:
-        if not kernels.usable(self.device):
-            return encode(keys, values, self.config, equalizer=equalizer, num_sinks=num_sinks)
+    def _encode_on_device(self, recent: Recent, packed: list[int]) -> None:
         from oscar_kv.kernels import encode as gpu
 
-        return PackedBlocks(*gpu.encode(keys, values, self.config, equalizer=equalizer, num_sinks=num_sinks))
+        plan = torch.tensor(([0] * self.batch, packed, self.num_blocks), dtype=torch.int32).to(self.device)
+        sinks = (self.sink_keys, self.sink_values) if self.config.num_sinks else None
+        gpu.start_rows(recent.keys, recent.values, self.layout, plan, sinks, self.equalizer)
+        gpu.encode_blocks(
+            recent.keys, recent.values, self.layout, self.equalizer, self.config.num_sinks, plan,
+            self.records, self.norms,
+        )  # fmt: skip
 
     def _start_rows(self, rows: list[int], keys: Tensor, values: Tensor) -> None:
         """Keep what belongs to the first block of a sequence: its sinks and its equalization vector."""
@@ -245,6 +296,10 @@ class LayerState:
         if self.equalizer is not None:
             first = keys[:, :, :BLOCK_TOKENS].float()
             self.equalizer[rows] = channel_equalizer(first, config.equalize, config.key_group, config.num_sinks)
+
+    def _upload_counts(self) -> None:
+        if self.counters is not None:
+            self.counters.set(self.tail_lengths, self.num_blocks)
 
     def _reserve(self, blocks: int) -> None:
         """Make room for this many blocks in each row."""
@@ -259,9 +314,13 @@ class LayerState:
         """Make room for this many tokens in each row's tail, and for some more."""
         if tokens <= self.tail_keys.shape[2]:
             return
-        most = self.config.residual_length + (ROLLBACK_TOKENS if self.recording else 0)
+        most = self._tail_limit()
         rows = most if self.max_length is not None else min(most, -(-tokens // _TAIL_STEP) * _TAIL_STEP)
         self.tail_keys, self.tail_values = (_grow(x, 2, rows) for x in (self.tail_keys, self.tail_values))
+
+    def _tail_limit(self) -> int:
+        """Tokens that the tail may have room for."""
+        return self.config.residual_length + (ROLLBACK_TOKENS if self.recording else 0)
 
     def dense(self, recent: Recent) -> tuple[Tensor, Tensor]:
         """All keys and values, packed ones dequantized: (batch, heads, columns, head_dim); padding columns are 0."""
@@ -311,6 +370,7 @@ class LayerState:
             self.num_blocks[row] = min(self.num_blocks[row], length // BLOCK_TOKENS)
             self.tail_lengths[row] = length - BLOCK_TOKENS * self.num_blocks[row]
         self.columns -= columns
+        self._upload_counts()
 
     def select(self, rows: Tensor) -> None:
         """Make row i what row ``rows[i]`` was."""
@@ -319,6 +379,8 @@ class LayerState:
             setattr(self, name, getattr(self, name)[rows])
         self.num_blocks = [self.num_blocks[row] for row in rows.tolist()]
         self.tail_lengths = [self.tail_lengths[row] for row in rows.tolist()]
+        self.counters = self._counters(self.batch, self.device)
+        self._upload_counts()
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that this layer holds, by attribute."""
@@ -370,6 +432,7 @@ class LayerState:
                 setattr(layer, name, stored.clone())
         layer.num_blocks, layer.tail_lengths = list(state["num_blocks"]), list(state["tail_lengths"])
         layer.columns, layer.recording = state["columns"], state["recording"]
+        layer._upload_counts()
         return layer
 
 

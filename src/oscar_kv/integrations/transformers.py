@@ -140,8 +140,8 @@ def _tokens(mask: Tensor | None, q_len: int) -> Tensor | None:
 def _exact_view(key: Tensor, value: Tensor) -> KVView:
     """A view of keys and values of which none is packed."""
     layout = RecordLayout(OscarConfig(key_bits=16, value_bits=16), key.shape[-1], value.shape[-1], key.dtype)
-    lengths = torch.full((key.shape[0],), key.shape[2], device=key.device)
-    return KVView(layout, None, torch.zeros_like(lengths), None, None, (key, value), lengths)
+    lengths = torch.full((key.shape[0],), key.shape[2], dtype=torch.int32, device=key.device)
+    return KVView(layout, None, torch.zeros_like(lengths), None, None, (key, value), lengths, 0)
 
 
 class Enabled:

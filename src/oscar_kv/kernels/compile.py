@@ -33,7 +33,7 @@ _BY_CAPABILITY = {  # an "a" architecture runs on its own capability only, the o
     (12, 1): "sm_120",
 }
 _CSRC = Path(__file__).parent / "csrc"
-_EXACT = ("encode.cu", "tail.cu")  # round each operation as the CPU does: no contraction to fused multiply-add
+_EXACT = ("encode.cu", "flush.cu")  # round each operation as the CPU does: no contraction to fused multiply-add
 _STATIC_SHARED = 48 * 1024  # what a kernel may use without asking for more
 _ATTRIBUTE_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 _WITHOUT_DEPENDENT = ("sm_80", "sm_86", "sm_89")  # cannot start a kernel before the one in front has ended
@@ -167,6 +167,7 @@ def launch(
     device: torch.device,
     *,
     dependent: bool = False,
+    cooperative: bool = False,
 ) -> None:
     """Start a kernel on PyTorch's current stream of the device.
 
@@ -180,6 +181,7 @@ def launch(
         device: Where the tensors are.
         dependent: Start before the previous kernel has ended, where the GPU can; the kernel waits by itself
             (``griddepcontrol.wait``).
+        cooperative: Refuse a grid whose CTAs cannot all run at once.
 
     Raises:
         RuntimeError: The driver refused the launch.
@@ -195,28 +197,32 @@ def launch(
             _allow_shared(kernel, shared_bytes, torch.cuda.current_device())
         function = driver.CUfunction(int(kernel.handle))
         stream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM)
-        if dependent and architecture(device) not in _WITHOUT_DEPENDENT:
-            config = _dependent_config(x, y, z, block, shared_bytes)
-            config.hStream = stream
-            _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
-        else:
-            _check(driver.cuLaunchKernel(function, x, y, z, block, 1, 1, shared_bytes, stream, parameters, 0))
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        dependent = dependent and architecture(device) not in _WITHOUT_DEPENDENT
+        config.attrs = _attributes(dependent, cooperative)
+        config.numAttrs = len(config.attrs)
+        _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
 
 
-def _dependent_config(x: int, y: int, z: int, block: int, shared_bytes: int) -> Any:
-    """A launch that may overlap the end of the kernel before it in the stream."""
+def _attributes(dependent: bool, cooperative: bool) -> list[Any]:
     from cuda.bindings import driver
 
-    overlap = driver.CUlaunchAttribute()
-    overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    overlap.value.programmaticStreamSerializationAllowed = 1
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
-    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-    config.sharedMemBytes = shared_bytes
-    config.attrs = [overlap]
-    config.numAttrs = 1
-    return config
+    kinds = driver.CUlaunchAttributeID
+    attributes = []
+    if dependent:
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(overlap)
+    if cooperative:
+        whole = driver.CUlaunchAttribute()
+        whole.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        whole.value.cooperative = 1
+        attributes.append(whole)
+    return attributes
 
 
 def _argument(arg: Argument) -> Any:

@@ -34,7 +34,7 @@ class Args(ctypes.Structure):
         *((name, _POINTERS) for name in ("sink_k", "sink_v", "tail_k", "tail_v")),
         *((name, _LONG) for name in ("tail_row_k", "tail_head_k", "tail_row_v", "tail_head_v")),
         *((name, _POINTERS) for name in ("out", "sink_logits", "rotated", "part_o", "part_ml")),
-        *((name, _INT) for name in ("batch", "heads", "group", "q_len", "passes", "num_sinks", "warps")),
+        *((name, _INT) for name in ("batch", "heads", "group", "q_len", "passes", "num_sinks", "warps", "fresh")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
 
@@ -120,6 +120,7 @@ def decode_attention(
     tail_lengths: Tensor,
     *,
     scaling: float,
+    fresh: int = 0,
     table: Tensor | None = None,
     equalizer: Tensor | None = None,
     sinks: tuple[Tensor, Tensor] | None = None,
@@ -135,8 +136,9 @@ def decode_attention(
         norms: bfloat16 (rows, blocks, 1 or heads, 128), or (pages, 1 or heads, 128); None without token scaling.
         num_blocks: int32 (rows): packed blocks.
         tail: Keys and values (rows, heads, capacity, head_dim), the newest tokens included.
-        tail_lengths: int32 (rows): tokens in the tail.
+        tail_lengths: int32 (rows): tokens in the tail, but for the ``fresh`` newest ones.
         scaling: Factor on the scores.
+        fresh: Tokens of the tail that ``tail_lengths`` does not count yet, the same number in each row.
         table: int32 (rows, blocks): the page of each block.
         equalizer: float32 (rows, heads, key_dim).
         sinks: Keys and values (rows, heads, num_sinks, head_dim) of the first tokens.
@@ -148,7 +150,7 @@ def decode_attention(
     """
     return _decode_attention(
         query, records, norms, table, num_blocks, tail_lengths, equalizer, *(sinks or (None, None)), *tail,
-        None if sink_logits is None else sink_logits.float(), layout_key(layout), scaling, softcap or 0.0,
+        None if sink_logits is None else sink_logits.float(), layout_key(layout), scaling, softcap or 0.0, fresh,
     )  # fmt: skip
 
 
@@ -169,6 +171,7 @@ def _decode_attention(
     key: str,
     scaling: float,
     softcap: float,
+    fresh: int,
 ) -> Tensor:
     layout, device = layout_of(key), query.device
     batch, q_heads, q_len, _ = query.shape
@@ -200,7 +203,7 @@ def _decode_attention(
         *tail_keys.stride()[:2], *tail_values.stride()[:2],
         *(_address(x) for x in (out, sink_logits, rotated, part_o, part_ml)),
         batch, heads, q_heads // heads, q_len, -(-columns // (8 * tiles)),
-        0 if sink_keys is None else sink_keys.shape[2], all_warps, scaling, softcap,
+        0 if sink_keys is None else sink_keys.shape[2], all_warps, fresh, scaling, softcap,
     )  # fmt: skip
     flags = defines(
         layout,
@@ -217,7 +220,7 @@ def _decode_attention(
         ("combine", -(-tasks * merge // 8), 256, 0),
     ):
         code = kernel("decode.cu", name, flags, device)
-        launch(code, grid, block, memory, (bytes(args),), device, dependent=name != "rotate_queries")
+        launch(code, grid, block, memory, (bytes(args),), device, dependent=True)
     return out
 
 

@@ -7,7 +7,6 @@ import json
 import struct
 from dataclasses import asdict
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METADATA = ("float16", "bfloat16", "float8_e4m3")
 NORMS = (None, "l2", "max", "mean_abs")
 _NORM_TOKENS, _NORM_THREADS = 32, 256  # of a token_norms CTA
-_STATIC_SHARED = 1024  # bytes of shared memory that the kernels use besides
+_STATIC_SHARED = 8192  # bytes of shared memory that the kernels use besides, at the largest head dimension
 _SHARED_KIB = {"sm_80": 163, "sm_90a": 227, "sm_100a": 227, "sm_100": 227}  # what a CTA can have
 _SMALLEST_SHARED_KIB = 99  # of the other architectures
 
@@ -37,6 +36,11 @@ class Args(ctypes.Structure):
         ("norms", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("norm_row", "norm_block")),
         *((name, ctypes.c_int) for name in ("heads", "num_sinks")),
+        *((name, ctypes.c_void_p) for name in ("sink_keys", "sink_values")),
+        ("exponent", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("rows", "tokens", "capacity", "residual_length")),
+        *((name, ctypes.c_void_p) for name in ("tail_keys", "tail_values", "lengths", "totals", "num_blocks")),
+        *((name, ctypes.c_void_p) for name in ("plan", "barrier")),
     )
 
 
@@ -111,15 +115,30 @@ def _float32(x: float) -> str:
     return f"{struct.unpack('f', struct.pack('f', x))[0]:.9e}f"
 
 
+def arguments(keys: Tensor, values: Tensor, **others: Tensor | float | None) -> Args:
+    """Of the kernels, with these keys and values, and other fields by name (of tensors their addresses)."""
+    args = Args(keys.data_ptr(), values.data_ptr(), *byte_strides(keys, values), heads=keys.shape[1])
+    for name, value in others.items():
+        setattr(args, name, value.data_ptr() if isinstance(value, Tensor) else value)
+    return args
+
+
+def destination(records: Tensor, norms: Tensor | None) -> dict[str, Tensor | float | None]:
+    """Fields of :class:`Args` that say where the records and norms of a layer are."""
+    places: dict[str, Tensor | float | None] = {"records": records, "norms": norms}
+    places.update(zip(("record_row", "record_block"), records.stride(), strict=False))
+    if norms is not None:
+        places.update(zip(("norm_row", "norm_block"), norms.stride(), strict=False))
+    return places
+
+
 def encode_blocks(
     keys: Tensor,
     values: Tensor,
     layout: RecordLayout,
     equalizer: Tensor | None,
     num_sinks: int,
-    starts: Tensor,
-    counts: Tensor,
-    places: Tensor,
+    plan: Tensor,
     records: Tensor,
     norms: Tensor | None,
 ) -> None:
@@ -131,15 +150,19 @@ def encode_blocks(
         layout: Of the records.
         equalizer: float32 (rows, heads, key_dim), or None.
         num_sinks: Tokens that a row's first block (place 0) leaves out of its statistics.
-        starts: int32 (rows): token at which the first block to pack starts.
-        counts: int32 (rows): blocks to pack, at most ``tokens // 128``.
-        places: int32 (rows): where in the row's records the first of them goes.
+        plan: int32 (3, rows), contiguous. For each row: the token at which the first block to pack starts; the number
+            of blocks, at most ``tokens // 128``; and where in the row's records the first of them goes.
         records: uint8 (rows, blocks, heads, record bytes), written.
         norms: bfloat16 (rows, blocks, 1 or heads, 128), written; None without token scaling.
     """
+    check_norms(layout, norms)
+    _encode_blocks(keys, values, equalizer, plan, records, norms, layout_key(layout), num_sinks)
+
+
+def check_norms(layout: RecordLayout, norms: Tensor | None) -> None:
+    """Raise ValueError where norms are missing or unused."""
     if (norms is None) != (layout.config.token_norm is None or layout.config.key_bits == 16):
         raise ValueError("norms are needed where keys are scaled by token, and only there")
-    _encode_blocks(keys, values, equalizer, starts, counts, places, records, norms, layout_key(layout), num_sinks)
 
 
 @torch.library.custom_op("oscar_kv::encode_blocks", mutates_args=("records", "norms"))
@@ -147,9 +170,7 @@ def _encode_blocks(
     keys: Tensor,
     values: Tensor,
     equalizer: Tensor | None,
-    starts: Tensor,
-    counts: Tensor,
-    places: Tensor,
+    plan: Tensor,
     records: Tensor,
     norms: Tensor | None,
     layout: str,
@@ -161,30 +182,64 @@ def _encode_blocks(
         return
     flags = defines(layout_of(layout), equalized=equalizer is not None, arch=architecture(device))
     keys, values = aligned(keys), aligned(values)
-    args = Args(
-        *(x.data_ptr() for x in (keys, values)),
-        *byte_strides(keys, values),
-        *(x.data_ptr() for x in (starts, counts, places)),
-        0 if equalizer is None else equalizer.data_ptr(),
-        records.data_ptr(),
-        *records.stride()[:2],
-        0 if norms is None else norms.data_ptr(),
-        *((0, 0) if norms is None else norms.stride()[:2]),
-        heads,
-        num_sinks,
-    )
-    arguments = (bytes(args),)
+    starts, counts, places = plan
+    args = arguments(
+        keys, values, starts=starts, counts=counts, places=places, equalizer=equalizer, num_sinks=num_sinks,
+        **destination(records, norms),
+    )  # fmt: skip
     if norms is not None:
         grid = (most * BLOCK_TOKENS // _NORM_TOKENS, norms.shape[2], rows)
-        launch(kernel("encode.cu", "token_norms", flags, device), grid, _NORM_THREADS, 0, arguments, device)
+        launch(kernel("encode.cu", "token_norms", flags, device), grid, _NORM_THREADS, 0, (bytes(args),), device)
     grid = (2 * most, heads, rows)
     threads, shared = int(flags["THREADS"]), int(flags["SHARED"])
-    launch(kernel("encode.cu", "encode_blocks", flags, device), grid, threads, shared, arguments, device)
+    launch(kernel("encode.cu", "encode_blocks", flags, device), grid, threads, shared, (bytes(args),), device)
 
 
-@_encode_blocks.register_fake
-def _(*args: Any) -> None:
-    return None
+def start_rows(
+    keys: Tensor,
+    values: Tensor,
+    layout: RecordLayout,
+    plan: Tensor,
+    sinks: tuple[Tensor, Tensor] | None,
+    equalizer: Tensor | None,
+) -> None:
+    """For rows whose first block is about to be packed: keep their sinks, and find their equalization vector.
+
+    Args:
+        keys: (rows, heads, tokens, key_dim), as for :func:`encode_blocks`.
+        values: (rows, heads, tokens, value_dim).
+        layout: Of the records.
+        plan: int32 (3, rows), as for :func:`encode_blocks`.
+        sinks: (rows, heads, num_sinks, dim) of keys and values, written; None without sinks.
+        equalizer: float32 (rows, heads, key_dim), written; None without equalization.
+    """
+    _start_rows(keys, values, plan, *(sinks or (None, None)), equalizer, layout_key(layout))
+
+
+@torch.library.custom_op("oscar_kv::start_rows", mutates_args=("sink_keys", "sink_values", "equalizer"))
+def _start_rows(
+    keys: Tensor,
+    values: Tensor,
+    plan: Tensor,
+    sink_keys: Tensor | None,
+    sink_values: Tensor | None,
+    equalizer: Tensor | None,
+    layout: str,
+) -> None:
+    keys, values = aligned(keys), aligned(values)
+    device, config = keys.device, layout_of(layout).config
+    flags = defines(layout_of(layout), equalized=equalizer is not None, arch=architecture(device))
+    starts, counts, places = plan
+    args = arguments(
+        keys, values, starts=starts, counts=counts, places=places, equalizer=equalizer, exponent=config.equalize,
+        sink_keys=sink_keys, sink_values=sink_values, num_sinks=0 if sink_keys is None else sink_keys.shape[2],
+    )  # fmt: skip
+    grid = (keys.shape[1], keys.shape[0])
+    launch(kernel("encode.cu", "start_rows", flags, device), grid, _NORM_THREADS, 0, (bytes(args),), device)
+
+
+for _operator in (_encode_blocks, _start_rows):
+    _operator.register_fake(lambda *args: None)  # they write, and return nothing
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -214,8 +269,8 @@ def encode(
     if config.token_norm is not None and config.key_bits != 16:
         norm_heads = 1 if config.scale_scope == "all" else heads
         norms = torch.empty(batch, blocks, norm_heads, BLOCK_TOKENS, dtype=torch.bfloat16, device=device)
-    zeros = torch.zeros(batch, dtype=torch.int32, device=device)
-    encode_blocks(keys, values, layout, equalizer, num_sinks, zeros, zeros + blocks, zeros, records, norms)
+    plan = torch.tensor([[0], [blocks], [0]], dtype=torch.int32, device=device).repeat(1, batch)
+    encode_blocks(keys, values, layout, equalizer, num_sinks, plan, records, norms)
     return records, norms
 
 

@@ -1,201 +1,161 @@
 """The 16-bit tail on the device: appending tokens and packing full blocks without the host knowing any length.
 
-What :meth:`oscar_kv.layer.LayerState.append` and ``commit`` do, for decoding in a CUDA graph:
+What :meth:`oscar_kv.layer.LayerState.append` and ``commit`` do, so that a decode step can be a CUDA graph:
 
-    append(tail, keys, values)            # tail.totals counts the new tokens now: attention may run
-    flush(tail, layout, ...)              # packs what is complete, and moves the rest to the front
+    append(...)    # the tail holds the new tokens, which its lengths do not count yet: attention may run
+    flush(...)     # packs what is complete, moves the rest to the front, counts
 """
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from oscar_kv.kernels.compile import kernel, launch
-from oscar_kv.kernels.encode import DTYPES, aligned, byte_strides, encode_blocks
+from oscar_kv.kernels.compile import architecture, kernel, launch
+from oscar_kv.kernels.encode import aligned, arguments, check_norms, defines, destination, layout_key, layout_of
 from oscar_kv.pack import RecordLayout
-
-_THREADS = 256
 
 
 @dataclass(frozen=True)
-class Tail:
-    """Tensors of a tail, all of which the kernels write.
+class Counters:
+    """What a layer knows of its rows, on the device.
 
     Args:
-        keys: (rows, heads, capacity, key_dim), contiguous.
-        values: (rows, heads, capacity, value_dim), contiguous.
-        lengths: int32 (rows): tokens in the tail.
-        totals: int32 (rows): and those of the newest pass, between append and flush.
-        num_blocks: int32 (rows): packed blocks.
-        plan: int32 (3, rows): starts, counts and places of the blocks that a flush packs.
+        data: int32 (7, rows), contiguous.
     """
 
-    keys: Tensor
-    values: Tensor
-    lengths: Tensor
-    totals: Tensor
-    num_blocks: Tensor
-    plan: Tensor
+    data: Tensor
 
     @classmethod
-    def empty(cls, rows: int, heads: int, capacity: int, layout: RecordLayout, device: torch.device) -> Tail:
-        """A tail without tokens; ``capacity`` is at least residual_length - 1 plus the most tokens of a pass."""
-        keys, values = (
-            torch.zeros(rows, heads, capacity, dim, dtype=layout.dtype, device=device)
-            for dim in (layout.key_dim, layout.value_dim)
-        )
-        counts = torch.zeros(6, rows, dtype=torch.int32, device=device)
-        return cls(keys, values, counts[0], counts[1], counts[2], counts[3:])
+    def zeros(cls, rows: int, device: torch.device) -> Counters:
+        return cls(torch.zeros(7, rows, dtype=torch.int32, device=device))
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 (rows): tokens in the tail, without those that were appended since the last flush."""
+        return self.data[0]
+
+    @property
+    def num_blocks(self) -> Tensor:
+        """int32 (rows): packed blocks."""
+        return self.data[2]
+
+    def set(self, lengths: list[int], num_blocks: list[int]) -> None:
+        counts = torch.tensor([lengths, lengths, num_blocks], dtype=torch.int32)
+        self.data[:3].copy_(counts.to(self.data.device))
 
 
-class Args(ctypes.Structure):
-    """``struct Args`` of csrc/tail.cu, field by field. Strides are in bytes."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("key_row", "key_head", "value_row", "value_head")),
-        *((name, ctypes.c_int) for name in ("key_token", "value_token")),
-        *((name, ctypes.c_void_p) for name in ("tail_keys", "tail_values", "lengths", "totals", "num_blocks", "plan")),
-        *((name, ctypes.c_void_p) for name in ("sink_keys", "sink_values", "equalizer")),
-        *((name, ctypes.c_int) for name in ("rows", "heads", "tokens", "capacity", "residual_length", "num_sinks")),
-        ("exponent", ctypes.c_float),
-    )
-
-
-@cache
-def defines(key_dim: int, value_dim: int, dtype: torch.dtype, key_group: int) -> dict[str, int | str]:
-    """Preprocessor definitions of csrc/tail.cu."""
-    shape = {"KD": key_dim, "VD": value_dim, "DTYPE": DTYPES.index(dtype), "KGROUP": key_group}
-    return {**shape, "THREADS": _THREADS}
-
-
-def _run(
-    name: str, grid: tuple[int, ...], keys: Tensor, values: Tensor, key_group: int, **others: Tensor | float | None
-) -> None:
-    """Launch a kernel of csrc/tail.cu on keys and values, with other fields of its arguments by name."""
-    args = Args(keys.data_ptr(), values.data_ptr(), *byte_strides(keys, values))
-    args.rows, args.heads, args.tokens = keys.shape[:3]
-    for field, value in others.items():
-        setattr(args, field, value.data_ptr() if isinstance(value, Tensor) else value)
-    flags = defines(keys.shape[-1], values.shape[-1], keys.dtype, key_group)
-    launch(kernel("tail.cu", name, flags, keys.device), grid, _THREADS, 0, (bytes(args),), keys.device)
-
-
-def append(tail: Tail, keys: Tensor, values: Tensor) -> None:
-    """Add the tokens of a pass to every row, at ``lengths``; ``totals`` becomes the lengths with them.
+def append(keys: Tensor, values: Tensor, tail: tuple[Tensor, Tensor], counters: Counters, layout: RecordLayout) -> None:
+    """Add the tokens of a pass to every row's tail, after the tokens that ``counters.lengths`` counts.
 
     Args:
-        tail: Has room for them.
         keys: (rows, heads, q, key_dim).
         values: (rows, heads, q, value_dim).
-    """
-    _append(keys, values, tail.keys, tail.values, tail.lengths, tail.totals)
-
-
-@torch.library.custom_op("oscar_kv::append", mutates_args=("tail_keys", "tail_values", "totals"))
-def _append(
-    keys: Tensor, values: Tensor, tail_keys: Tensor, tail_values: Tensor, lengths: Tensor, totals: Tensor
-) -> None:
-    keys, values = aligned(keys), aligned(values)
-    tensors = {"tail_keys": tail_keys, "tail_values": tail_values, "lengths": lengths, "totals": totals}
-    _run("append", (keys.shape[2], keys.shape[0]), keys, values, 128, capacity=tail_keys.shape[2], **tensors)
-
-
-def start_rows(
-    keys: Tensor,
-    values: Tensor,
-    layout: RecordLayout,
-    plan: Tensor,
-    sinks: tuple[Tensor, Tensor] | None,
-    equalizer: Tensor | None,
-) -> None:
-    """For rows whose first block is about to be packed: keep their sinks, and find their equalization vector.
-
-    Args:
-        keys: (rows, heads, tokens, key_dim), as for :func:`~oscar_kv.kernels.encode.encode_blocks`.
-        values: (rows, heads, tokens, value_dim).
+        tail: Keys and values (rows, heads, capacity, dim), contiguous, written; they must have room.
+        counters: Of the rows.
         layout: Of the records.
-        plan: int32 (3, rows), contiguous: starts, counts and places of the blocks.
-        sinks: (rows, heads, num_sinks, dim) of keys and values, written; None without sinks.
-        equalizer: float32 (rows, heads, key_dim), written; None without equalization.
     """
-    config = layout.config
-    _start_rows(keys, values, plan, *(sinks or (None, None)), equalizer, config.equalize, config.key_group)
+    _append(keys, values, *tail, counters.data, layout_key(layout))
 
 
-@torch.library.custom_op("oscar_kv::start_rows", mutates_args=("sink_keys", "sink_values", "equalizer"))
-def _start_rows(
-    keys: Tensor,
-    values: Tensor,
-    plan: Tensor,
-    sink_keys: Tensor | None,
-    sink_values: Tensor | None,
-    equalizer: Tensor | None,
-    exponent: float,
-    key_group: int,
+@torch.library.custom_op("oscar_kv::append", mutates_args=("tail_keys", "tail_values", "counters"))
+def _append(
+    keys: Tensor, values: Tensor, tail_keys: Tensor, tail_values: Tensor, counters: Tensor, layout: str
 ) -> None:
     keys, values = aligned(keys), aligned(values)
-    tensors = {"plan": plan, "sink_keys": sink_keys, "sink_values": sink_values, "equalizer": equalizer}
-    num_sinks = 0 if sink_keys is None else sink_keys.shape[2]
-    grid = (keys.shape[1], keys.shape[0])
-    _run("start_rows", grid, keys, values, key_group, num_sinks=num_sinks, exponent=exponent, **tensors)
+    fields = _fields(counters, tail_keys, tail_values, layout_of(layout))
+    args = arguments(keys, values, tokens=keys.shape[2], **fields)
+    device, flags = keys.device, _defines(layout, keys.device)
+    grid = (keys.shape[2], keys.shape[0])
+    code = kernel("flush.cu", "append", flags, device)
+    launch(code, grid, int(flags["THREADS"]), 0, (bytes(args),), device, dependent=True)
 
 
 def flush(
-    tail: Tail,
+    tail: tuple[Tensor, Tensor],
+    counters: Counters,
     layout: RecordLayout,
     records: Tensor,
     norms: Tensor | None,
     equalizer: Tensor | None,
     sinks: tuple[Tensor, Tensor] | None,
+    hold: int = 0,
 ) -> None:
     """Pack the complete blocks of each row out of the tail, and move the rest to its front.
 
     Args:
-        tail: After :func:`append`.
+        tail: As for :func:`append`, which comes first.
+        counters: Of the rows, written.
         layout: Of the records.
         records: uint8 (rows, blocks, heads, record bytes), with room for the new blocks.
         norms: bfloat16 (rows, blocks, 1 or heads, 128), or None.
-        equalizer: float32 (rows, heads, key_dim), or None.
+        equalizer: float32 (rows, heads, key_dim), or None where the configuration does not equalize.
         sinks: (rows, heads, num_sinks, dim) of keys and values, or None.
+        hold: Tokens beyond ``residual_length`` that stay in the tail.
     """
-    _plan(tail.keys, tail.values, tail.lengths, tail.totals, tail.num_blocks, tail.plan, layout.config.residual_length)
-    start_rows(tail.keys, tail.values, layout, tail.plan, sinks, equalizer)
-    starts, counts, places = tail.plan.unbind()
-    num_sinks = 0 if sinks is None else sinks[0].shape[2]
-    encode_blocks(tail.keys, tail.values, layout, equalizer, num_sinks, starts, counts, places, records, norms)
-    _move(tail.keys, tail.values, tail.lengths, tail.plan)
+    check_norms(layout, norms)
+    _flush(
+        *tail, counters.data, records, norms, equalizer, *(sinks or (None, None)), layout_key(layout),
+        layout.config.residual_length + hold,
+    )  # fmt: skip
 
 
-@torch.library.custom_op("oscar_kv::plan_flush", mutates_args=("lengths", "totals", "num_blocks", "plan"))
-def _plan(
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    totals: Tensor,
-    num_blocks: Tensor,
-    plan: Tensor,
+_WRITTEN = ("tail_keys", "tail_values", "counters", "records", "norms", "equalizer", "sink_keys", "sink_values")
+
+
+@torch.library.custom_op("oscar_kv::flush", mutates_args=_WRITTEN)
+def _flush(
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    counters: Tensor,
+    records: Tensor,
+    norms: Tensor | None,
+    equalizer: Tensor | None,
+    sink_keys: Tensor | None,
+    sink_values: Tensor | None,
+    layout: str,
     residual_length: int,
 ) -> None:
-    tensors = {"lengths": lengths, "totals": totals, "num_blocks": num_blocks, "plan": plan}
-    _run("plan_flush", (1,), keys, values, 128, residual_length=residual_length, **tensors)
+    config, device = layout_of(layout).config, tail_keys.device
+    starts, counts, places = counters[3:6]
+    args = arguments(
+        tail_keys, tail_values, starts=starts, counts=counts, places=places, equalizer=equalizer,
+        exponent=config.equalize, sink_keys=sink_keys, sink_values=sink_values,
+        num_sinks=0 if sink_keys is None else sink_keys.shape[2], residual_length=residual_length,
+        **_fields(counters, tail_keys, tail_values, layout_of(layout)), **destination(records, norms),
+    )  # fmt: skip
+    flags = _defines(layout, device)
+    rows, heads = tail_keys.shape[:2]
+    grid = min(torch.cuda.get_device_properties(device).multi_processor_count, 2 * rows * heads)
+    threads, shared = int(flags["THREADS"]), int(flags["SHARED"])
+    launch(kernel("flush.cu", "flush", flags, device), grid, threads, shared, (bytes(args),), device, cooperative=True)
 
 
-@torch.library.custom_op("oscar_kv::flush_tail", mutates_args=("keys", "values"))
-def _move(keys: Tensor, values: Tensor, lengths: Tensor, plan: Tensor) -> None:
-    tensors = {"tail_keys": keys, "tail_values": values, "lengths": lengths, "plan": plan}
-    _run("flush_tail", (keys.shape[1], keys.shape[0]), keys, values, 128, capacity=keys.shape[2], **tensors)
-
-
-for _operator in (_append, _start_rows, _plan, _move):
+for _operator in (_append, _flush):
     _operator.register_fake(lambda *args: None)  # they write, and return nothing
+
+
+def _fields(counters: Tensor, tail_keys: Tensor, tail_values: Tensor, layout: RecordLayout) -> dict[str, Tensor | int]:
+    """Fields of the kernels' arguments that describe the tail."""
+    names = {"lengths": 0, "totals": 1, "num_blocks": 2, "plan": 3, "barrier": 6}
+    return {
+        **{name: counters[row] for name, row in names.items()},
+        "tail_keys": tail_keys,
+        "tail_values": tail_values,
+        "capacity": tail_keys.shape[2],
+        "rows": tail_keys.shape[0],
+    }
+
+
+def _defines(layout: str, device: torch.device) -> dict[str, int | str]:
+    config = layout_of(layout).config
+    return defines(layout_of(layout), equalized=config.equalize > 0, arch=architecture(device))
 
 
 def representative(arch: str) -> list[tuple[str, str, str, dict[str, int | str]]]:
     """(title, source, kernel that uses dynamic shared memory, definitions) for the table of resources."""
-    return [("default", "tail.cu", "", defines(128, 128, torch.bfloat16, 32))]
+    from oscar_kv.kernels import encode
+
+    return [(title, "flush.cu", "flush", flags) for title, _, _, flags in encode.representative(arch)]

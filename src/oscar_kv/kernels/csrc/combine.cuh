@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant_
   // where the partials are depends on the lengths alone, and is worked out while `decode` still runs
   const int2 items = items_before(a, row, lane);
   const Split split(items.y * pairs, a.warps);
-  const Row it = used ? Row{a.num_blocks[row], a.tail_len[row]} : Row{0, 0};
+  const Row it = used ? Row::of(a, row) : Row{0, 0};
   const int start = items.x * pairs + pair * it.items(a);
   int slot[2], parts[2];  // packed, exact
 #pragma unroll
@@ -104,9 +104,7 @@ extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant_
     slot[kind] = 2 * unit + kind + first;
     parts[kind] = split.range_of(hi - 1) - first + 1;
   }
-#if PTX_90
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_launch();
   Merged packed, exact;
   packed.m = exact.m = NEG_INF;
   packed.l = exact.l = 0.0f;

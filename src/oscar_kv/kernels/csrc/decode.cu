@@ -27,9 +27,8 @@ extern "C" __global__ void __launch_bounds__(32) rotate_queries(const __grid_con
   const int lane = threadIdx.x, gid = lane >> 2, tid = lane & 3, pairs = a.heads * a.passes;
   const int row = blockIdx.x / pairs, pair = blockIdx.x % pairs;
   char* out = a.rotated + (long)blockIdx.x * Q_BYTES;
-#if PTX_90
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  allow_launch();
+  wait_for_launch();
 #pragma unroll
   for (int t = 0; t < NT; ++t) {
     float x[KT][2][2];
@@ -117,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(const __grid_
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 #endif
-  for (int r = threadIdx.x; r < a.batch; r += WARPS * 32) rows[r] = Row{a.num_blocks[r], a.tail_len[r]};
+  for (int r = threadIdx.x; r < a.batch; r += WARPS * 32) rows[r] = Row::of(a, r);
   __syncthreads();
   if (warp == 0) {
     int before = 0;
@@ -141,14 +140,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(const __grid_
   Item cur;
   cur.rows = rows;
   locate(a, prefix, split.start(range), cur);
-  constexpr bool AHEAD = PTX_90;  // keys and values are on their way while `rotate_queries` still runs
-  fetch<true>(a, cur, ks, bars, lane, qs, true, AHEAD);
+  // packed keys and values are on their way while new tokens are still being stored and queries rotated
+  const bool ahead = PTX_90 && cur.packed();
+  if (!ahead) wait_for_launch();
+  fetch<true>(a, cur, ks, bars, lane, qs, true, ahead);
   fetch<false>(a, cur, vs, bars + 8, lane);
-#if PTX_90
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-  if (AHEAD && cur.packed()) fetch_queries(a, cur, qs, bars, lane);
+  if (ahead) wait_for_launch();
+  allow_launch();
+  if (ahead) fetch_queries(a, cur, qs, bars, lane);
   State st;
   st.clear();
   u32 phase = 0;

@@ -1,15 +1,10 @@
 // What the kernels of decode.cu are given, and the sizes that follow from their definitions.
 #pragma once
+#include "launch.cuh"
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define PTX_90 true  // bulk copies, mbarriers, dependent launches
-#else
-#define PTX_90 false
-#endif
 
 constexpr int KT = KD / 16, VT = VD / 16;           // channel tiles
 constexpr int KG = 128 / KGROUP, VG = VD / VGROUP;  // groups of a block
@@ -46,7 +41,7 @@ struct Args {
   const int* table;  // (batch, table_row) pages, or null
   long table_row;
   const int* num_blocks;  // (batch)
-  const int* tail_len;    // (batch), new tokens included
+  const int* tail_len;    // (batch): tokens in the tail but for the `fresh` newest
   const float* equalizer;  // (batch, heads, KD)
   const u16 *sink_k, *sink_v;  // (batch, heads, sinks, dim) contiguous
   const u16 *tail_k, *tail_v;  // row * tail_row + head * tail_head + token * dim, tail_*_v for values
@@ -56,6 +51,6 @@ struct Args {
   char* rotated;    // (batch, pairs, Q_BYTES): what `rotate_queries` made
   float* part_o;    // (slots, NT * QCOLS, VD)
   float2* part_ml;  // (slots, NT * QCOLS): maximum (log2) and sum
-  int batch, heads, group, q_len, passes, num_sinks, warps;  // warps: of the whole grid
+  int batch, heads, group, q_len, passes, num_sinks, warps, fresh;  // warps: of the whole grid
   float scaling, softcap;
 };

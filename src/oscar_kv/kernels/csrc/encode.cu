@@ -1,6 +1,12 @@
 // Kernels that pack blocks: see encode.cuh.
 
 #include "encode.cuh"
+#include "start.cuh"
+
+// Grid (heads, rows): for rows whose next block is their first.
+extern "C" __global__ void __launch_bounds__(256) start_rows(const __grid_constant__ Args a) {
+    if (a.counts[blockIdx.y] && a.places[blockIdx.y] == 0) start_row(a, blockIdx.y, blockIdx.x);
+}
 
 // Grid (2 * most blocks, heads, rows): keys and values alternate, so that each multiprocessor has some of both.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) encode_blocks(const __grid_constant__ Args a) {

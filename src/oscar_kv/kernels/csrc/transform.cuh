@@ -10,12 +10,22 @@ struct Args {
     const int* starts;                             // (rows): token at which the first block to encode starts
     const int* counts;                             // (rows): blocks to encode
     const int* places;                             // (rows): where in the row's records the first one goes
-    const float* equalizer;                        // (rows, heads, KD)
+    float* equalizer;                              // (rows, heads, KD)
     u8* records;                                   // (rows, blocks, heads, RECORD)
     i64 record_row, record_block;                  // strides in bytes
     u16* norms;                                    // (rows, blocks, 1 or heads, 128)
     i64 norm_row, norm_block;                      // strides in elements
     int heads, num_sinks;
+    u8 *sink_keys, *sink_values;                   // (rows, heads, num_sinks, D)
+    float exponent;                                // of the equalizer
+    // of flush.cu alone
+    int rows, tokens, capacity, residual_length;   // tokens: new ones
+    u8 *tail_keys, *tail_values;                   // (rows, heads, capacity, D)
+    int* lengths;                                  // (rows): tokens in the tail before a pass
+    int* totals;                                   // (rows): and with it, between append and flush
+    int* num_blocks;                               // (rows): packed blocks
+    int* plan;                                     // (3, rows): starts, counts and places
+    u32* barrier;
 };
 
 constexpr int ITEM = DTYPE == DTYPE_F32 ? 4 : 2;  // bytes of a number of the model

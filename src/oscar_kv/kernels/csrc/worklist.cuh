@@ -3,9 +3,11 @@
 #include "fragments.cuh"
 
 // ---- work list ----
+__device__ __forceinline__ int sink_tiles(const Args& a, int blocks) { return blocks ? (a.num_sinks + 15) / 16 : 0; }
 struct Row {
-  int blocks, tail;  // packed blocks, tail length
-  __device__ __forceinline__ int items(const Args& a) const { return blocks + (blocks && a.num_sinks ? 1 : 0) + (tail + 15) / 16; }
+  int blocks, tail;  // packed blocks; tokens in the tail, new ones included
+  __device__ __forceinline__ static Row of(const Args& a, int row) { return Row{a.num_blocks[row], a.tail_len[row] + a.fresh}; }
+  __device__ __forceinline__ int items(const Args& a) const { return blocks + sink_tiles(a, blocks) + (tail + 15) / 16; }
 };
 
 struct Item {  // all lanes of a warp hold the same
@@ -86,10 +88,10 @@ __device__ __forceinline__ void copy_exact(u32 dst, const u16* src, int rows, in
 
 // Start of the exact tile: which tokens, and how many of the 16 are there
 __device__ __forceinline__ bool exact_source(const Args& a, const Item& it, int& first, int& count) {
-  const int e = it.index - it.blocks, sink = it.blocks && a.num_sinks;
-  first = 16 * (e - sink);
-  count = e < sink ? a.num_sinks : it.tail - first;
-  return e < sink;
+  const int tile = it.index - it.blocks, sinks = sink_tiles(a, it.blocks);
+  first = 16 * (tile < sinks ? tile : tile - sinks);
+  count = (tile < sinks ? a.num_sinks : it.tail) - first;
+  return tile < sinks;
 }
 
 __device__ __forceinline__ void fetch_queries(const Args& a, const Item& it, u32 qs, u32 bar, int lane) {
@@ -115,7 +117,7 @@ __device__ __forceinline__ void fetch(const Args& a, const Item& it, u32 stage, 
     constexpr int DIM = KEYS ? KD : VD;
     const int head = it.pair / a.passes;
     const u16* src;
-    if (exact_source(a, it, first, count)) src = (KEYS ? a.sink_k : a.sink_v) + (long)(it.row * a.heads + head) * a.num_sinks * DIM;
+    if (exact_source(a, it, first, count)) src = (KEYS ? a.sink_k : a.sink_v) + ((long)(it.row * a.heads + head) * a.num_sinks + first) * DIM;
     else src = KEYS ? a.tail_k + it.row * a.tail_row_k + head * a.tail_head_k + first * DIM : a.tail_v + it.row * a.tail_row_v + head * a.tail_head_v + first * DIM;
     copy_exact<DIM>(stage, src, count, lane);
   }
@@ -150,7 +152,7 @@ __device__ __forceinline__ void locate(const Args& a, const int* prefix, int ite
 __device__ __forceinline__ int2 items_before(const Args& a, int row, int lane) {
   int2 v = {0, 0};
   for (int r = lane; r < a.batch; r += 32) {
-    const int n = Row{a.num_blocks[r], a.tail_len[r]}.items(a);
+    const int n = Row::of(a, r).items(a);
     v.x += r < row ? n : 0, v.y += n;
   }
 #pragma unroll
