@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import oscar_kv
 from oscar_kv import OscarCache, OscarConfig, loading
-from oscar_kv.cli import Preset, app
+from oscar_kv.cli import app
+from oscar_kv.cli.shared import Preset
 from oscar_kv.evaluate import METHODS, PRESETS, REFERENCE
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 from oscar_kv.loading import first_tokens, prose

@@ -1,0 +1,24 @@
+"""The command line: ``oscar-kv demo``, ``generate``, ``eval`` and ``env``, one module each."""
+
+from __future__ import annotations
+
+import typer
+from huggingface_hub.utils import logging as hub_logging
+from transformers.utils import logging
+
+from oscar_kv.cli import demo, env, evaluate, generate
+
+app = typer.Typer(
+    help="INT2 KV caches for transformers (OScaR, arXiv 2605.19660).", no_args_is_help=True, add_completion=False
+)
+app.command()(demo.demo)
+app.command()(generate.generate)
+app.add_typer(evaluate.app, name="eval")
+app.command()(env.env)
+
+
+@app.callback()
+def _quiet() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
