@@ -48,15 +48,28 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The commit of a checkout of this project, "-dirty" with changes; empty for an installed package."""
+    """The commit of a checkout of this project, "-dirty" with changes.
+
+    Elsewhere, in an installed package or a copy of the sources, what OSCAR_KV_COMMIT says, or nothing.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
-        return ""
+        return os.environ.get("OSCAR_KV_COMMIT", "")
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # no git
         return ""
+
+
+def driver() -> str:
+    """Version of the NVIDIA driver; empty where nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.split("\n", 1)[0].strip()
 
 
 def provenance() -> dict[str, str]:
@@ -65,6 +78,25 @@ def provenance() -> dict[str, str]:
     return {
         "hardware": hardware(),
         **{name: installed.get(name, "") for name in ("oscar_kv", "torch", "transformers")},
+        **_made(),
+    }
+
+
+def gpu_provenance() -> dict[str, str]:
+    """Versions of what a kernel's time depends on, commit, command and date (UTC)."""
+    installed = versions()
+    return {
+        "driver": driver(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "cuda_core": installed.get("cuda-core", ""),
+        "oscar_kv": oscar_kv.__version__,
+        **_made(),
+    }
+
+
+def _made() -> dict[str, str]:
+    return {
         "commit": commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
