@@ -35,7 +35,10 @@ class Candidate:
         return " ".join(filter(None, (self.impl, self.preset, self.form)))
 
 
-def measure(candidates: Iterable[Candidate], where: str, rounds: int) -> list[tuple[Candidate, Spread]]:
+Timed = tuple[Candidate, Spread]
+
+
+def measure(candidates: Iterable[Candidate], where: str, rounds: int) -> list[Timed]:
     """Time candidates in turn; of several forms of one implementation, the fastest is kept.
 
     Args:
@@ -52,8 +55,13 @@ def measure(candidates: Iterable[Candidate], where: str, rounds: int) -> list[tu
     except torch.OutOfMemoryError:
         warnings.warn(f"{where}: the GPU's memory does not hold every implementation", stacklevel=2)
     spreads = time_in_turn([graph for _, graph in ready], rounds)
-    best: dict[tuple[str, str], tuple[Candidate, Spread]] = {}
-    for (candidate, _), spread in zip(ready, spreads, strict=True):
+    return fastest_forms([(candidate, spread) for (candidate, _), spread in zip(ready, spreads, strict=True)])
+
+
+def fastest_forms(timed: Iterable[Timed]) -> list[Timed]:
+    """Of each implementation and preset, the form with the smallest median."""
+    best: dict[tuple[str, str], Timed] = {}
+    for candidate, spread in timed:
         key = candidate.impl, candidate.preset
         if key not in best or spread.median_us < best[key][1].median_us:
             best[key] = candidate, spread

@@ -145,12 +145,12 @@ def candidates(
         size = 2 * shape.batch * shape.kv_heads * shape.context * shape.head_dim * keys.itemsize
         long = [_repeated(x, 2, shape.context) for x in (keys, values)]
         inputs = [
-            [normal(*queries, device=device), *(x.repeat(shape.batch, 1, 1, 1) for x in long)]
+            (normal(*queries, device=device), *(x.repeat(shape.batch, 1, 1, 1) for x in long))
             for _ in range(input_sets(size, device))
         ]
         for name in backends:
             for form in ("gqa",) if shape.q_heads == shape.kv_heads else ("gqa", "folded"):
-                calls = [partial(sdpa, *tensors, backend=BACKENDS[name], form=form) for tensors in inputs]
+                calls = [partial(sdpa, q, k, v, BACKENDS[name], form) for q, k, v in inputs]
                 yield Candidate(name, calls, size + through, form=form, optional=True)
     for name, config in presets.items() if "oscar" in impls else ():
         sets = packed_sets(shape, config, keys, values)

@@ -82,7 +82,7 @@ def speedup(measured: Measurement, run: list[Measurement]) -> float | None:
 
 def append(path: Path, found: list[Measurement]) -> None:
     """Append measurements that this process made to a CSV file."""
-    gpu, *_ = results.gpus()
+    gpu = next(iter(results.gpus()), "")
     made = results.gpu_provenance()
     results.append_rows(path, [{"gpu": gpu, **_rounded(m), **made} for m in found])
 

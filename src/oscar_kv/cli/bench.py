@@ -86,7 +86,7 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def _table(op: str, run: list[Measurement]) -> Table:
-    title = f"{op} on {results.gpus()[0]}, a copy moves {run[0].copy_gbps:.0f} GB/s"
+    title = f"{op} on {results.hardware()}, a copy moves {run[0].copy_gbps:.0f} GB/s"
     table = Table(title=title, title_justify="left")
     baseline = "a copy" if op == "encode" else "bf16"
     for column in ("batch x context", "implementation"):
