@@ -47,14 +47,14 @@ def problems(
     """
     grid = list(product(batches or BATCHES, contexts or CONTEXTS, heads or (HEADS,)))
     chosen = [Shape(batch, context, *pair, head_dim) for batch, context, pair in grid]
-    decode = encode = chosen
+    decoded = encoded = chosen
     if not (batches or contexts or heads):
-        decode = list(dict.fromkeys([*(Shape(*shape, head_dim) for shape in _LARGE), *chosen]))
-        encode = [Shape(*_PROMPT, head_dim)]
+        decoded = list(dict.fromkeys([*(Shape(*shape, head_dim) for shape in _LARGE), *chosen]))
+        encoded = [Shape(*_PROMPT, head_dim)]
     for shape in chosen:
         _check(shape)
-    encode = list(dict.fromkeys(replace(shape, q_heads=0) for shape in encode))
-    return [(op, shape) for op in ops for shape in {"decode": decode, "encode": encode}[op]]
+    encoded = list(dict.fromkeys(replace(shape, q_heads=0) for shape in encoded))  # queries play no part
+    return [(op, shape) for op in ops for shape in {"decode": decoded, "encode": encoded}[op]]
 
 
 def _check(shape: Shape) -> None:
