@@ -154,6 +154,32 @@ def test_a_picture_from_rows(tmp_path: Path) -> None:
     assert (other != pixels).any()
 
 
+def test_every_point_is_in_the_picture() -> None:
+    shapes = [Shape(1, 1024, 32, 8), Shape(1, 65536, 32, 8), Shape(8, 4096, 32, 8), Shape(8, 4096, 8, 8)]
+    found = {("default", shape): (1.0 + i, 0.1 * i) for i, shape in enumerate(shapes)}
+    found |= {("quality", shape): (9.0 - i, 0.5) for i, shape in enumerate(shapes[2:])}
+    figure = plot.draw(found)
+    panels = figure.get_axes()
+    assert [axes.get_title() for axes in panels] == ["default", "quality", "", ""]
+    drawn, colors = set(), {}
+    for place, axes in enumerate(panels):
+        for line in axes.get_lines():
+            if not (label := line.get_label()).startswith("_"):
+                assert colors.setdefault(label, line.get_color()) == line.get_color()
+                for x, y in zip(*line.get_data(), strict=True):
+                    assert axes.get_xlim()[0] <= x <= axes.get_xlim()[1]
+                    assert 0 == axes.get_ylim()[0] <= y <= axes.get_ylim()[1]
+                    drawn.add((place % 2, place // 2, label, x, y))
+    assert len(set(colors.values())) == len(colors) == 3
+    assert drawn == {
+        (["default", "quality"].index(preset), row, f"batch {s.batch}, heads {s.q_heads}/{s.kv_heads} of 128", *point)
+        for (preset, s), pair in found.items()
+        for row, point in enumerate((s.context, y) for y in pair)
+    }
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == set(colors)
+
+
 def test_the_table_says_who_wins() -> None:
     run = [measured("sdpa-flash", 300.0, form="gqa"), measured("sdpa-cudnn", 250.0, form="folded"), measured()]
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115

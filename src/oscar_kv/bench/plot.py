@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +23,50 @@ def points(runs: list[list[Measurement]]) -> Points:
 
 
 def picture(path: Path, runs: list[list[Measurement]]) -> None:
-    """Draw one column per preset: speed-up above, fraction of the memory limit below, over the context.
+    """Save :func:`draw`.
 
     Args:
-        path: Where to save; the suffix decides the format.
+        path: Where; the suffix decides the format.
         runs: The measurements of each run, the oldest first.
 
     Raises:
         ValueError: No run has decode attention beside bf16.
         ImportError: The extra "plot" is not installed.
     """
-    found = points(runs)
-    if not found:
-        raise ValueError("nothing to plot: no run measured decode attention beside bf16")
-    presets = list(dict.fromkeys(preset for preset, _ in found))
-    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=(4 + 3 * len(presets), 7), layout="constrained")
-    grid = figure.subplots(2, len(presets), sharex=True, sharey="row", squeeze=False)
-    for column, preset in enumerate(presets):
-        above, below = grid[0][column], grid[1][column]
-        above.set_title(preset)
-        above.axhline(1.0, color="black", linestyle="--", linewidth=1)  # no faster than bf16
-        below.axhline(1.0, color="black", linestyle="--", linewidth=1)
-        _draw(above, below, {shape: pair for (name, shape), pair in found.items() if name == preset})
-    grid[0][0].set_ylabel("speed-up over the fastest bf16")
-    grid[1][0].set_ylabel("fraction of the memory limit")
-    handles = {label: line for axes in grid[0] for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
+    figure = draw(points(runs))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def _draw(above: Any, below: Any, found: dict[Shape, tuple[float, float]]) -> None:
-    """One line per batch, heads and head_dim."""
-    lines: dict[tuple[int, int, int, int], list[tuple[int, float, float]]] = defaultdict(list)
-    for shape, pair in found.items():
-        lines[shape.batch, shape.q_heads, shape.kv_heads, shape.head_dim].append((shape.context, *pair))
-    for place, ((batch, q_heads, kv_heads, dim), values) in enumerate(sorted(lines.items())):
-        contexts, gains, fractions = zip(*sorted(values), strict=True)
-        style = {"marker": "o", "markersize": 4, "color": f"C{place}"}
-        above.plot(contexts, gains, label=f"batch {batch}, heads {q_heads}/{kv_heads} of {dim}", **style)
-        below.plot(contexts, fractions, **style)
-    above.set_xscale("log", base=2)
-    for axes in (above, below):
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    below.set_xlabel("context (tokens)")
+def draw(found: Points) -> Any:
+    """A matplotlib figure, one column per preset: speed-up above, fraction of the limit below, over the context."""
+    if not found:
+        raise ValueError("nothing to plot: no run measured decode attention beside bf16")
+    presets = list(dict.fromkeys(preset for preset, _ in found))
+    lines = sorted({_line(shape) for _, shape in found})
+    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=(1 + 3.5 * len(presets), 7), layout="constrained")
+    grid = figure.subplots(2, len(presets), sharex=True, sharey="row", squeeze=False)
+    for column, preset in enumerate(presets):
+        grid[0][column].set_title(preset)
+        grid[1][column].set_xlabel("context (tokens)")
+        for row in (0, 1):
+            grid[row][column].axhline(1.0, color="black", linestyle="--", linewidth=1)  # no faster than bf16; the limit
+            grid[row][column].grid(alpha=0.3)
+        for color, line in enumerate(lines):
+            own = sorted((s.context, *pair) for (name, s), pair in found.items() if (name, _line(s)) == (preset, line))
+            contexts, *curves = zip(*own, strict=True) if own else ((), (), ())
+            for row, curve in enumerate(curves):
+                label = f"batch {line[0]}, heads {line[1]}/{line[2]} of {line[3]}"
+                grid[row][column].plot(contexts, curve, marker="o", markersize=4, color=f"C{color}", label=label)
+    grid[0][0].set_xscale("log", base=2)
+    for axes, label in zip(grid[:, 0], ("speed-up over the fastest bf16", "fraction of the memory limit"), strict=True):
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)  # last: it ends the automatic scaling of the row
+    figure.legend(handles=[x for x in grid[0][0].get_lines() if not x.get_label().startswith("_")],
+                  loc="outside lower center", ncols=3, fontsize="small")  # fmt: skip
+    return figure
+
+
+def _line(shape: Shape) -> tuple[int, int, int, int]:
+    """What the points of one line have in common."""
+    return shape.batch, shape.q_heads, shape.kv_heads, shape.head_dim
