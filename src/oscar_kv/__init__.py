@@ -2,7 +2,8 @@
 
 from oscar_kv.cache import OscarCache
 from oscar_kv.config import OscarConfig
+from oscar_kv.integrations.graph import DecodeGraph
 from oscar_kv.integrations.transformers import enable, register
 
 __version__ = "0.1.0"
-__all__ = ["OscarCache", "OscarConfig", "__version__", "enable", "register"]
+__all__ = ["DecodeGraph", "OscarCache", "OscarConfig", "__version__", "enable", "register"]

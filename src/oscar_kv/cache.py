@@ -84,6 +84,23 @@ class OscarLayer(CacheLayerMixin):
         state.recording = self.record_past
         state.commit(recent)
 
+    @property
+    def counts_on_device(self) -> bool:
+        """Whether a decode step of this layer can be a CUDA graph."""
+        return self.state is not None and self.state.counters is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        if self.state is None:
+            raise ValueError("the layer is empty")
+        return self.state.device
+
+    def advance(self, columns: int) -> None:
+        """Count what a replayed CUDA graph does on the device."""
+        if self.state is not None:
+            self.state.advance(columns)
+
     def _state_for(self, keys: Tensor, values: Tensor) -> LayerState:
         if self.pending is not None:
             raise RuntimeError(f"the keys of the last pass were not read by attention '{ATTENTION_NAME}'; {_SWITCHED}")
@@ -219,6 +236,7 @@ class OscarCache(DynamicCache):
         self._config, self._decoder = config, decoder
         self.packed = decoder._attn_implementation == ATTENTION_NAME
         self.timeline = Timeline(max_length)
+        self.epoch = 0  # how often the tensors have been replaced
         self.padding = Padding(attention_mask)
         super().__init__(config=config)
         self.layers = [OscarLayer(self) if type(layer) is DynamicLayer else layer for layer in self.layers]
@@ -251,6 +269,7 @@ class OscarCache(DynamicCache):
                 self.layers[i] = fresh[i]
         self.timeline.clear()
         self.padding.mask = None
+        self.epoch += 1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (transformers passes a number that is not positive).
@@ -290,6 +309,7 @@ class OscarCache(DynamicCache):
         if self._batch():
             self.padding.select(rows, self._batch())
             self.timeline.select(rows)
+            self.epoch += 1
 
     def _states(self) -> list[LayerState]:
         return [layer.state for layer in self.packed_layers if layer.state is not None]

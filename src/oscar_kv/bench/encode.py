@@ -54,10 +54,9 @@ def _encoding(sets: Tensor, config: OscarConfig) -> tuple[list[Call], int]:
         equalizer = channel_equalizer(first, config.equalize, config.key_group, config.num_sinks)
     records, norms = encode(keys, values, config, equalizer=equalizer, num_sinks=config.num_sinks)
     layout = RecordLayout(config, dim, dim, keys.dtype)
-    zeros = torch.zeros(batch, dtype=torch.int32, device=sets.device)
-    counts, sinks = zeros + length // BLOCK_TOKENS, config.num_sinks
+    plan = torch.tensor([[0], [length // BLOCK_TOKENS], [0]], dtype=torch.int32, device=sets.device).repeat(1, batch)
     calls: list[Call] = []
     for keys, values in sets:
         own = torch.empty_like(records), None if norms is None else torch.empty_like(norms)
-        calls.append(partial(encode_blocks, keys, values, layout, equalizer, sinks, zeros, counts, zeros, *own))
+        calls.append(partial(encode_blocks, keys, values, layout, equalizer, config.num_sinks, plan, *own))
     return calls, records.nbytes + (0 if norms is None else norms.nbytes)
