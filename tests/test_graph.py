@@ -118,8 +118,10 @@ def test_the_graph_stops_where_the_cache_is_full() -> None:
 
 def test_what_cannot_be_a_graph_is_refused() -> None:
     model = llama("cpu").float()
-    with oscar_kv.enable(model), pytest.raises(ValueError, match="empty"):
-        DecodeGraph(model, OscarCache(model.config, max_length=512))
+    with oscar_kv.enable(model):
+        empty = OscarCache(model.config, max_length=512)
+        with pytest.raises(ValueError, match="empty"):
+            DecodeGraph(model, empty)
         cache = OscarCache(model.config)
         run(model, cache, prompts("cpu")[0])
         with pytest.raises(ValueError, match="max_length"):
@@ -130,11 +132,13 @@ def test_what_cannot_be_a_graph_is_refused() -> None:
         cache.activate_past_recording()
         with pytest.raises(NotImplementedError, match="take tokens back"):
             DecodeGraph(model, cache)
+    empty = OscarCache(model.config, max_length=512)
     with pytest.raises(NotImplementedError, match="attention 'oscar'"):
-        DecodeGraph(model, OscarCache(model.config, max_length=512))
+        DecodeGraph(model, empty)
 
 
 def test_a_sliding_layer_is_refused() -> None:
     model = make_model("gemma3", attention="oscar")
+    cache = OscarCache(model.config, max_length=512)
     with pytest.raises(NotImplementedError, match=r"not packed: .*Sliding"):
-        DecodeGraph(model, OscarCache(model.config, max_length=512))
+        DecodeGraph(model, cache)
