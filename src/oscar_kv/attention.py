@@ -1,4 +1,4 @@
-"""Decode attention over packed blocks, sinks and the 16-bit tail: the PyTorch reference, and the choice of kernel."""
+"""Attention over packed blocks, sinks and the 16-bit tail: the PyTorch reference, and the choice of a faster form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from oscar_kv import kernels
+from oscar_kv import kernels, prefill
 from oscar_kv.codec import PackedBlocks, dequantize_blocks
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.pack import RecordLayout
@@ -105,6 +105,9 @@ def attend(
         return _attend_kernel(query, view, scaling, softcap, sink_logits)
     if view.most_blocks == 0 and softcap is None and sink_logits is None:
         return _attend_exact(query, view, scaling, mask, causal)
+    fusible = causal and (plain or plain_mask) and softcap is None
+    if view.most_blocks and fusible and prefill.supported(query, view.layout):
+        return _attend_prefill(query, view, scaling, None if plain else mask, sink_logits)
     outputs = []
     for start in range(0, query.shape[2], _QUERY_CHUNK):
         stop = min(start + _QUERY_CHUNK, query.shape[2])
@@ -148,6 +151,33 @@ def _attend_kernel(
         sink_logits=sink_logits,
     )
     return output.transpose(1, 2)
+
+
+def _attend_prefill(
+    query: Tensor, view: KVView, scaling: float, mask: Tensor | None, sink_logits: Tensor | None
+) -> Tensor:
+    assert view.blocks is not None
+    return prefill.prefill_attention(
+        query,
+        view.layout,
+        view.blocks,
+        view.num_blocks,
+        view.recent,
+        view.lengths - BLOCK_TOKENS * view.num_blocks,
+        scaling=scaling,
+        equalizer=view.equalizer,
+        sinks=view.sinks,
+        sink_logits=sink_logits,
+        tokens=new_tokens(mask, query.shape[2]),
+    )
+
+
+def new_tokens(mask: Tensor | None, q_len: int) -> Tensor | None:
+    """bool (batch, q_len): which new columns are tokens, namely those whose query may attend to itself."""
+    if mask is None:
+        return None
+    own = mask[..., -q_len:].diagonal(dim1=-2, dim2=-1)
+    return (own if own.dtype == torch.bool else ~is_hidden(own)).any(1)
 
 
 def is_hidden(mask: Tensor) -> Tensor:

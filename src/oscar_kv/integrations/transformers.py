@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from oscar_kv.attention import KVView, attend, is_hidden
+from oscar_kv.attention import KVView, attend, new_tokens
 from oscar_kv.cache import ATTENTION_NAME, HANDOFF, OscarCache, OscarLayer
 from oscar_kv.config import OscarConfig
 from oscar_kv.pack import RecordLayout
@@ -101,7 +101,7 @@ def oscar_attention(
     if layer is None:
         view, commit = _exact_view(key, value), None
     else:
-        state, recent = layer.take(_tokens(attention_mask, query.shape[2]))
+        state, recent = layer.take(new_tokens(attention_mask, query.shape[2]))
         view, commit = state.view(recent), (layer, recent)
     output = attend(
         query,
@@ -127,14 +127,6 @@ def _refuse_unknown(packed: bool, dropout: float, kwargs: dict[str, Any]) -> Non
         raise NotImplementedError(
             f"attention '{ATTENTION_NAME}' does not know the argument(s) {', '.join(unknown)}; use attention 'sdpa'"
         )
-
-
-def _tokens(mask: Tensor | None, q_len: int) -> Tensor | None:
-    """bool (batch, q_len): which new columns are tokens, namely those whose query may attend to itself."""
-    if mask is None:
-        return None
-    own = mask[..., -q_len:].diagonal(dim1=-2, dim2=-1)
-    return (own if own.dtype == torch.bool else ~is_hidden(own)).any(1)
 
 
 def _exact_view(key: Tensor, value: Tensor) -> KVView:
