@@ -16,7 +16,7 @@ import torch
 
 from oscar_kv.config import OscarConfig
 from oscar_kv.kernels import compile as nvrtc
-from oscar_kv.kernels import decode, encode
+from oscar_kv.kernels import decode, dequantize, encode
 from oscar_kv.kernels.resources import MODULES, resource_usage
 from oscar_kv.pack import RecordLayout
 
@@ -33,6 +33,7 @@ ODD = {  # what no preset does
 LAYOUT = RecordLayout(DEFAULT, 128, 128, torch.bfloat16)
 FLAGS = {
     "encode": encode.defines(LAYOUT, equalized=True, arch="sm_80"),
+    "dequantize": dequantize.defines(LAYOUT),
     "decode": decode.defines(LAYOUT, tiles=1, used=4, warps=4, merge=8, softcap=False, equalized=True),
 }
 needs_nvrtc = pytest.mark.skipif(
@@ -60,6 +61,12 @@ def test_unusual_configurations_compile(name: str, arch: str) -> None:
     for equalized in (True, False)[: 1 + (name == "unrotated")]:
         code = nvrtc._compile("encode.cu", encode.defines(layout, equalized=equalized, arch=arch), arch)
         assert {"start_rows", "token_norms", "encode_blocks"} == set(resource_usage(code))
+    if layout.dtype.itemsize == 2:
+        code = nvrtc._compile("dequantize.cu", dequantize.defines(layout), arch)
+        assert resource_usage(code)["dequantize_blocks"].local == 0
+    else:
+        with pytest.raises(NotImplementedError, match="float32"):
+            dequantize.defines(layout)
 
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
@@ -77,7 +84,11 @@ def test_shared_memory_suffices_for_every_head_dimension(arch: str) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("header", "fields", "flags"),
-    [("transform.cuh", encode.Args, FLAGS["encode"]), ("decode_args.cuh", decode.Args, FLAGS["decode"])],
+    [
+        ("transform.cuh", encode.Args, FLAGS["encode"]),
+        ("decode_args.cuh", decode.Args, FLAGS["decode"]),
+        ("dequantize.cu", dequantize.Args, FLAGS["dequantize"]),
+    ],
 )
 def test_arguments_lie_where_the_kernel_reads_them(
     header: str, fields: type[ctypes.Structure], flags: dict[str, int | str]

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from oscar_kv import kernels
 from oscar_kv.codec import PackedBlocks, dequantize_blocks
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.pack import RecordLayout
 from oscar_kv.rotate import rotate
 
 _WORKSPACE_BYTES = 2**28
-_ELEMENT_BYTES = 12  # that dequantizing takes at its peak, per number; the range before it included
+_ELEMENT_BYTES = 12  # that dequantizing takes per number, the range before it included (the kernel takes 4)
 _FLASH_DIM = 256  # largest head dimension of flash attention
 
 
@@ -191,6 +192,10 @@ def _ranges(layout: RecordLayout, blocks: PackedBlocks, skip: int) -> Iterator[t
 
 def _dequantize(blocks: PackedBlocks, layout: RecordLayout) -> tuple[Tensor, Tensor]:
     """Keys, their norms multiplied in, and values: (rows, heads, 128 * blocks, head_dim) in the model's dtype."""
+    if kernels.usable(blocks.records.device):
+        from oscar_kv.kernels import dequantize as gpu
+
+        return gpu.dequantize_blocks(blocks.records, blocks.norms, layout)
     keys, values = dequantize_blocks(blocks, layout)
     norms = blocks.token_norms()
     if norms is not None:

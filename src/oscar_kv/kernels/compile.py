@@ -33,7 +33,8 @@ _BY_CAPABILITY = {  # an "a" architecture runs on its own capability only, the o
     (12, 1): "sm_120",
 }
 _CSRC = Path(__file__).parent / "csrc"
-_EXACT = ("encode.cu", "flush.cu")  # round each operation as the CPU does: no contraction to fused multiply-add
+# these round each operation as the CPU does: no contraction to fused multiply-add
+_EXACT = ("dequantize.cu", "encode.cu", "flush.cu")
 _STATIC_SHARED = 48 * 1024  # what a kernel may use without asking for more
 _ATTRIBUTE_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 _WITHOUT_DEPENDENT = ("sm_80", "sm_86", "sm_89")  # cannot start a kernel before the one in front has ended

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from oscar_kv.kernels.compile import ARCHITECTURES, cubin
 
-MODULES = ("decode", "encode", "tail")  # each has a function representative
+MODULES = ("decode", "dequantize", "encode", "tail")  # each has a function representative
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes in .nv.info: one number for each kernel
 _ONE_VALUE = 4  # format of an attribute with data
 
