@@ -211,14 +211,13 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, scaling: float, *, causa
     value_dim, width = values.shape[-1], max(query.shape[-1], values.shape[-1])
     if query.shape[-1] != value_dim:  # flash attention has one head dimension; zeros add nothing to a score
         query, keys, values = (F.pad(x, (0, width - x.shape[-1])) for x in (query, keys, values))
-    aten = torch.ops.aten
+    aten, tokens = torch.ops.aten, (query, keys, values)
     if query.device.type == "cpu":
-        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal, scale=scaling)
+        output, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(*tokens, 0.0, causal, scale=scaling)
     elif width <= _FLASH_DIM:
-        output, lse = aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, causal, scale=scaling)[:2]
+        output, lse, *_ = aten._scaled_dot_product_flash_attention.default(*tokens, 0.0, causal, scale=scaling)
     else:
-        output, lse = aten._scaled_dot_product_efficient_attention(
-            query, keys, values, None, True, 0.0, causal, scale=scaling
-        )[:2]
-        lse = lse[:, :, : query.shape[2]]  # rows are padded
+        efficient = aten._scaled_dot_product_efficient_attention.default
+        output, lse, *_ = efficient(*tokens, None, True, 0.0, causal, scale=scaling)
+        lse = lse[:, :, : query.shape[2]]  # comes in multiples of 32 queries
     return _Partial(output[..., :value_dim].float(), lse)

@@ -42,8 +42,8 @@ __device__ __forceinline__ float load_metadata(const u8* section, int index) {
 
 __device__ __forceinline__ u16 to_model(float x) { return DTYPE == DTYPE_F16 ? float_to_f16(x) : float_to_bf16(x); }
 
-// All tokens of channel tile `channels`, to column `column` of the shared tile (128, PITCH). pack.py says where a lane's
-// codes lie, and in which order the norms (128).
+// All tokens of channel tile `channels`, to column `column` of the shared tile (128, PITCH). pack.py says where the
+// codes of a lane lie, and in which order the norms (128).
 template <bool KEYS>
 __device__ __forceinline__ void unpack_tile(
     u16* tile, const u8* record, const u16* norms, int channels, int column, int lane, float unit) {
