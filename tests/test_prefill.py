@@ -255,6 +255,13 @@ def test_a_cpu_keeps_the_reference() -> None:
     assert ((out.double() - truth).abs() <= bound).all()
 
 
+@pytest.mark.gpu
+def test_a_gpu_fuses_in_16_bit_only() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        query = torch.zeros(1, 1, 1, 64, dtype=dtype, device="cuda")
+        assert prefill.supported(query, RecordLayout(DEFAULT, 64, 64, dtype)) == (dtype != torch.float32)
+
+
 @everywhere
 @pytest.mark.parametrize("name", ["default", "four_bit", "paper"])
 def test_a_model_whose_prompt_comes_in_chunks(
