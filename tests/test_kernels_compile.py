@@ -34,7 +34,7 @@ LAYOUT = RecordLayout(DEFAULT, 128, 128, torch.bfloat16)
 FLAGS = {
     "encode": encode.defines(LAYOUT, equalized=True, arch="sm_80"),
     "dequantize": dequantize.defines(LAYOUT),
-    "decode": decode.defines(LAYOUT, tiles=1, used=4, warps=4, merge=8, softcap=False, equalized=True),
+    "decode": decode.defines(LAYOUT, tiles=1, used=4, softcap=False, equalized=True),
 }
 needs_nvrtc = pytest.mark.skipif(
     not any(Path(path, "cuda", "core").is_dir() for path in sys.path), reason="cuda-core is not installed"

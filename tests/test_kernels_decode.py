@@ -12,6 +12,7 @@ from torch import Tensor
 from oscar_kv.attention import KVView, attend
 from oscar_kv.codec import PackedBlocks, encode
 from oscar_kv.config import OscarConfig
+from oscar_kv.kernels import decode
 from oscar_kv.kernels.decode import decode_attention
 from oscar_kv.pack import RecordLayout
 
@@ -22,6 +23,13 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
 CONFIG = OscarConfig()
 PLAIN = replace(CONFIG, token_norm=None, rotate_keys=False, rotate_values=False, equalize=0.0)
+
+
+@pytest.fixture(params=["short", "long"], autouse=True)
+def rows_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways: one CTA for all of a short row, or long rows that all multiprocessors share."""
+    if request.param == "long":
+        monkeypatch.setattr(decode, "_SHORT_ITEMS", 0)
 
 
 def case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,8 @@ from oscar_kv.pack import RecordLayout
 
 MAX_COLUMNS = 64  # queries times heads of a group; every 16 of them read the cache once more
 _SPARE = 1024  # bytes of shared memory that the driver takes from a CTA
+_SHORT_ITEMS = 72  # blocks and tiles of 16 tokens of a row, up to which one CTA attends to all of them
+_SHORT_WARPS = 4  # of such a CTA where there are enough to share multiprocessors
 _POINTERS, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -55,21 +58,61 @@ def query_bytes(layout: RecordLayout, columns: int) -> int:
     return 2 * layout.key_dim * columns + 16
 
 
-def stage_bytes(layout: RecordLayout, columns: int) -> int:
-    """Shared memory of one warp: a record, its norms, and the queries of a pass with ``columns`` columns in use."""
+def stage_bytes(layout: RecordLayout, extra: int) -> int:
+    """Shared memory of one warp: a record, its norms, ``extra`` bytes, and two barriers (16)."""
     norms = 256 if layout.config.token_norm is not None else 0
-    return (layout.record_bytes + norms + query_bytes(layout, columns) + 127) // 128 * 128 + 16  # 16: barriers
+    return _aligned(layout.record_bytes + norms + extra) + 16
+
+
+def _aligned(size: int) -> int:
+    return (size + 127) // 128 * 128
+
+
+def _tiles(columns: int) -> tuple[int, int]:
+    """Column tiles of a pass, and columns in use per tile."""
+    return 1 if columns <= 8 else 2, 8 if columns > 4 else 4 if columns > 2 else columns
+
+
+def _most_warps(layout: RecordLayout, tiles: int) -> int:
+    """Warps of a multiprocessor that have registers for outputs and scores."""
+    registers = tiles * (layout.value_dim // 4 + 32)
+    return 12 if registers <= 72 else 8 if registers <= 150 else 4
 
 
 @cache
 def _shape(layout: RecordLayout, columns: int, batch: int, shared: int) -> tuple[int, int, int] | None:
     """Column tiles of a pass, columns in use per tile, and warps per CTA; None where not even one warp fits."""
-    tiles = 1 if columns <= 8 else 2
-    used = 8 if columns > 4 else 4 if columns > 2 else columns
-    registers = tiles * (layout.value_dim // 4 + 32)  # for outputs and scores
-    warps = 12 if registers <= 72 else 8 if registers <= 150 else 4
-    fit = (shared - _SPARE - _row_bytes(batch)) // stage_bytes(layout, tiles * used)
-    return (tiles, used, min(warps, fit)) if fit > 0 else None
+    tiles, used = _tiles(columns)
+    fit = (shared - _SPARE - _row_bytes(batch)) // stage_bytes(layout, query_bytes(layout, tiles * used))
+    return (tiles, used, min(_most_warps(layout, tiles), fit)) if fit > 0 else None
+
+
+@dataclass(frozen=True)
+class _Short:
+    """Launch of csrc/decode_short.cu: warps of a CTA, CTAs of a multiprocessor, bytes of shared memory of a CTA."""
+
+    warps: int
+    ctas: int
+    shared: int
+
+
+@cache
+def _short(layout: RecordLayout, columns: int, units: int, multiprocessors: int, shared: int) -> _Short | None:
+    """How one CTA attends to all items of a row and KV head; None where its partials do not fit."""
+    tiles, used = _tiles(columns)
+    most, column = _most_warps(layout, tiles), 4 * layout.value_dim + 8  # bytes of a column's partial
+    warps = most if units <= multiprocessors else min(most, _SHORT_WARPS)
+
+    def needed(warps: int) -> int:
+        return warps * (stage_bytes(layout, 0) + 2 * tiles * used * column) + _aligned(
+            query_bytes(layout, tiles * used)
+        )
+
+    while warps > 1 and needed(warps) + _SPARE > shared:
+        warps -= 1
+    if needed(warps) + _SPARE > shared:
+        return None
+    return _Short(warps, max(1, min(most // warps, shared // (needed(warps) + _SPARE))), needed(warps))
 
 
 def _row_bytes(batch: int) -> int:
@@ -84,10 +127,8 @@ def _properties(device: torch.device) -> tuple[int, int]:
 
 
 @cache
-def defines(
-    layout: RecordLayout, *, tiles: int, used: int, warps: int, merge: int, softcap: bool, equalized: bool
-) -> dict[str, int | str]:
-    """Preprocessor definitions of csrc/decode.cu."""
+def defines(layout: RecordLayout, *, tiles: int, used: int, softcap: bool, equalized: bool) -> dict[str, int | str]:
+    """Preprocessor definitions of csrc/decode.cu and csrc/decode_short.cu, but for those of the launch."""
     config = layout.config
     return {
         "KD": layout.key_dim,
@@ -105,8 +146,6 @@ def defines(
         "SOFTCAP": int(softcap),
         "NT": tiles,
         "QCOLS": used,
-        "WARPS": warps,
-        "MERGE": merge,
     }
 
 
@@ -182,44 +221,44 @@ def _decode_attention(
     if shape is None:
         raise NotImplementedError(unsupported(layout, columns, batch, device))
     tiles, used, warps = shape
-    units = batch * heads * -(-columns // (8 * tiles))
-    slots, all_warps = 2 * units + warps * multiprocessors, warps * multiprocessors
-    tasks = units * tiles * used
-    merge = 8 if tasks < 8 * multiprocessors else 1  # warps that share the partials of a column
-
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    out = query.new_empty(batch, q_len, q_heads, layout.value_dim)
-    rotated = scratch(units, query_bytes(layout, tiles * used), dtype=torch.uint8)
-    part_o, part_ml = scratch(slots, tiles * used, layout.value_dim), scratch(slots, tiles * used, 2)
+    passes = -(-columns // (8 * tiles))
+    units = batch * heads * passes
     paged = table is not None
+    out = query.new_empty(batch, q_len, q_heads, layout.value_dim)
     args = Args(
         query.data_ptr(), *query.stride()[:3],
         records.data_ptr(), 0 if paged else records.stride(0), records.stride(-3),
         _address(norms), *((0, 0) if norms is None else (0 if paged else 2 * norms.stride(0), 2 * norms.stride(-3))),
         _address(table), 0 if table is None else table.stride(0),
         *(_address(x) for x in (num_blocks, tail_lengths, equalizer, sink_keys, sink_values, tail_keys, tail_values)),
-        *tail_keys.stride()[:2], *tail_values.stride()[:2],
-        *(_address(x) for x in (out, sink_logits, rotated, part_o, part_ml)),
-        batch, heads, q_heads // heads, q_len, -(-columns // (8 * tiles)),
-        0 if sink_keys is None else sink_keys.shape[2], all_warps, fresh, scaling, softcap,
+        *tail_keys.stride()[:2], *tail_values.stride()[:2], *(_address(x) for x in (out, sink_logits)), 0, 0, 0,
+        batch, heads, q_heads // heads, q_len, passes, 0 if sink_keys is None else sink_keys.shape[2],
+        warps * multiprocessors, fresh, scaling, softcap,
     )  # fmt: skip
-    flags = defines(
-        layout,
-        tiles=tiles,
-        used=used,
-        warps=warps,
-        merge=merge,
-        softcap=softcap != 0.0,
-        equalized=equalizer is not None,
-    )
+    flags = defines(layout, tiles=tiles, used=used, softcap=softcap != 0.0, equalized=equalizer is not None)
+    blocks = records.shape[1] if table is None else table.shape[1]
+    short = _short(layout, columns, units, multiprocessors, shared)
+    if short is not None and blocks + tail_keys.shape[2] // 16 <= _SHORT_ITEMS:
+        code = kernel("decode_short.cu", "decode_short", {**flags, "WARPS": short.warps, "CTAS": short.ctas}, device)
+        launch(code, units, 32 * short.warps, short.shared, (bytes(args),), device, dependent=True)
+        return out
+    slots = 2 * units + warps * multiprocessors
+    tasks = units * tiles * used
+    merge = 8 if tasks < 8 * multiprocessors else 1  # warps that share the partials of a column
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    rotated = scratch(units, query_bytes(layout, tiles * used), dtype=torch.uint8)
+    part_o, part_ml = scratch(slots, tiles * used, layout.value_dim), scratch(slots, tiles * used, 2)
+    args.rotated, args.part_o, args.part_ml = (x.data_ptr() for x in (rotated, part_o, part_ml))
+    stage = stage_bytes(layout, query_bytes(layout, tiles * used))
     for name, grid, block, memory in (
         ("rotate_queries", units, 32, 0),
-        ("decode", multiprocessors, 32 * warps, warps * stage_bytes(layout, tiles * used) + _row_bytes(batch)),
+        ("decode", multiprocessors, 32 * warps, warps * stage + _row_bytes(batch)),
         ("combine", -(-tasks * merge // 8), 256, 0),
     ):
-        code = kernel("decode.cu", name, flags, device)
+        code = kernel("decode.cu", name, {**flags, "WARPS": warps, "MERGE": merge}, device)
         launch(code, grid, block, memory, (bytes(args),), device, dependent=True)
     return out
 
@@ -255,8 +294,10 @@ def representative(arch: str) -> list[tuple[str, str, str, dict[str, int | str]]
         shape = _shape(layout, columns, 1, shared_limit(arch))
         if shape is not None:
             tiles, used, warps = shape
-            flags = defines(
-                layout, tiles=tiles, used=used, warps=warps, merge=8, softcap=False, equalized=config.equalize > 0
-            )
-            rows.append((title, "decode.cu", "decode", flags))
+            flags = defines(layout, tiles=tiles, used=used, softcap=False, equalized=config.equalize > 0)
+            rows.append((title, "decode.cu", "decode", {**flags, "WARPS": warps, "MERGE": 8}))
+            short = _short(layout, columns, 10**4, 1, shared_limit(arch))
+            if short is not None:
+                own = {**flags, "WARPS": short.warps, "CTAS": short.ctas}
+                rows.append((title, "decode_short.cu", "decode_short", own))
     return rows

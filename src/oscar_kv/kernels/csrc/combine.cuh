@@ -1,84 +1,22 @@
-// The last launch: merge the partials of each column.
+// The last launch: merge the partials of each (row, head, pass) and column in use. MERGE warps share those of a column.
 #pragma once
-#include "worklist.cuh"
+#include "merge.cuh"
 
-// Merge the partials of each (row, head, pass) and column in use: rotate the packed part back, add the exact part.
-// MERGE warps share the partials of a column; a lane holds channels 128 k + 4 lane + j.
-constexpr int SPANS = (VD + 127) / 128;
-struct Merged { float m, l, o[SPANS][4]; };
-
-__device__ __forceinline__ void rescale(Merged& r, float m) {
-  const float f = r.m == NEG_INF ? 0.0f : ex2(r.m - m);
-  r.m = m;
-  r.l *= f;
-#pragma unroll
-  for (int i = 0; i < SPANS * 4; ++i) r.o[i >> 2][i & 3] *= f;
-}
-__device__ __forceinline__ void merge_parts(const float2* ml, const float4* po, int parts, int first, int step, int lane, Merged& r) {
-  constexpr int COLUMNS = NT * QCOLS;
-  float top = NEG_INF;
-  for (int i = first + step * lane; i < parts; i += step * 32) top = fmaxf(top, ml[(long)i * COLUMNS].x);
-#pragma unroll
-  for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  top = fmaxf(top, r.m);
-  rescale(r, top);
-  const float base = top == NEG_INF ? 0.0f : top;  // only NaN or nothing was seen
+// Add up what the warps of a column found; warp 0 has the sum.
+__device__ __forceinline__ void add_warps(Merged (*shared)[32], Merged& part, int warp, int lane) {
+  shared[warp][lane] = part;
+  __syncthreads();
+  if (warp == 0)
 #pragma unroll 1
-  for (int i = first; i < parts; i += step * 32) {  // parts i, i + step, ...: 32 weights at a time, one per lane
-    const int mine = i + step * lane;
-    const float2 v = mine < parts ? ml[(long)mine * COLUMNS] : make_float2(NEG_INF, 0.0f);
-    const float g = ex2(v.x - base);
-    r.l = fmaf(v.y, g, r.l);
-    const int count = min(32, (parts - i + step - 1) / step);
-#pragma unroll 1
-    for (int k0 = 0; k0 < count; k0 += 4) {  // 4 partials under way at a time
-      float4 x[4][SPANS];
+    for (int w = 1; w < MERGE; ++w) {
+      Merged other = shared[w][lane];
+      const float m = fmaxf(part.m, other.m);
+      rescale(part, m), rescale(other, m);
+      part.l += other.l;
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-#pragma unroll
-        for (int s = 0; s < SPANS; ++s)
-          x[k][s] = k0 + k < count && (VD % 128 == 0 || 128 * s + 4 * lane < VD) ? po[(long)(i + step * (k0 + k)) * COLUMNS * (VD / 4) + 32 * s + lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float w = k0 + k < count ? __shfl_sync(~0u, g, k0 + k) : 0.0f;
-#pragma unroll
-        for (int s = 0; s < SPANS; ++s) r.o[s][0] = fmaf(x[k][s].x, w, r.o[s][0]), r.o[s][1] = fmaf(x[k][s].y, w, r.o[s][1]), r.o[s][2] = fmaf(x[k][s].z, w, r.o[s][2]), r.o[s][3] = fmaf(x[k][s].w, w, r.o[s][3]);
-      }
+      for (int i = 0; i < SPANS * 4; ++i) part.o[i >> 2][i & 3] += other.o[i >> 2][i & 3];
     }
-  }
-}
-__device__ __forceinline__ void rotate_back(Merged& r, int lane) {
-  constexpr int BLOCK = VD & -VD;
-#pragma unroll
-  for (int s = 0; s < SPANS; ++s) {
-#pragma unroll
-    for (int d = 1; d < 4; d <<= 1)
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (!(j & d)) {
-          const float lo = r.o[s][j], hi = r.o[s][j + d];
-          r.o[s][j] = lo + hi, r.o[s][j + d] = lo - hi;
-        }
-#pragma unroll
-    for (int d = 1; d < min(BLOCK, 128) / 4; d <<= 1)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float x = __shfl_xor_sync(~0u, r.o[s][j], d);
-        r.o[s][j] = lane & d ? x - r.o[s][j] : r.o[s][j] + x;
-      }
-  }
-#pragma unroll
-  for (int d = 1; d < BLOCK / 128; d <<= 1)
-#pragma unroll
-    for (int s = 0; s < SPANS; ++s)
-      if (!(s & d))
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float lo = r.o[s][j], hi = r.o[s + d][j];
-          r.o[s][j] = lo + hi, r.o[s + d][j] = lo - hi;
-        }
-#pragma unroll
-  for (int i = 0; i < SPANS * 4; ++i) r.o[i >> 2][i & 3] *= rsqrtf((float)BLOCK);
+  __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ Args a) {
@@ -105,62 +43,16 @@ extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant_
     parts[kind] = split.range_of(hi - 1) - first + 1;
   }
   wait_for_launch();
-  Merged packed, exact;
-  packed.m = exact.m = NEG_INF;
-  packed.l = exact.l = 0.0f;
-#pragma unroll
-  for (int i = 0; i < SPANS * 4; ++i) packed.o[i >> 2][i & 3] = exact.o[i >> 2][i & 3] = 0.0f;
+  Merged found[2];
 #pragma unroll 1
   for (int kind = 0; kind < 2; ++kind) {
-    Merged part = kind ? exact : packed;
+    Merged part;
+    part.clear();
     const long s = (long)slot[kind] * COLUMNS + tile_col;
     if (parts[kind]) merge_parts(a.part_ml + s, (const float4*)(a.part_o + s * VD), parts[kind], warp % MERGE, MERGE, lane, part);
-    if (kind) exact = part;
-    else packed = part;
+    if (MERGE > 1) add_warps(shared, part, warp, lane);
+    if (kind) found[1] = part;
+    else found[0] = part;
   }
-  if (MERGE > 1) {  // the packed part is the long one: add up what the warps of this column found
-    shared[warp][lane] = packed;
-    __syncthreads();
-    if (warp == 0)
-#pragma unroll 1
-      for (int w = 1; w < MERGE; ++w) {
-        Merged other = shared[w][lane];
-        const float m = fmaxf(packed.m, other.m);
-        rescale(packed, m), rescale(other, m);
-        packed.l += other.l;
-#pragma unroll
-        for (int i = 0; i < SPANS * 4; ++i) packed.o[i >> 2][i & 3] += other.o[i >> 2][i & 3];
-      }
-    __syncthreads();
-    shared[warp][lane] = exact;
-    __syncthreads();
-    if (warp != 0) return;
-#pragma unroll 1
-    for (int w = 1; w < MERGE; ++w) {
-      Merged other = shared[w][lane];
-      const float m = fmaxf(exact.m, other.m);
-      rescale(exact, m), rescale(other, m);
-      exact.l += other.l;
-#pragma unroll
-      for (int i = 0; i < SPANS * 4; ++i) exact.o[i >> 2][i & 3] += other.o[i >> 2][i & 3];
-    }
-  }
-  if (!used) return;
-  if (ROTV) rotate_back(packed, lane);
-  const float m = fmaxf(packed.m, exact.m);
-  rescale(packed, m), rescale(exact, m);
-  float l = packed.l + exact.l;
-#pragma unroll
-  for (int d = 16; d; d >>= 1) l += __shfl_xor_sync(~0u, l, d);
-  const int head = (pair / a.passes) * a.group + n % a.group;
-  if (a.sink_logits) l += ex2(a.sink_logits[head] * LOG2E - m);
-  const float inv = l == 0.0f ? 0.0f : 1.0f / l;
-  u16* out = a.out + (((long)row * a.q_len + n / a.group) * a.heads * a.group + head) * VD;
-#pragma unroll
-  for (int s = 0; s < SPANS; ++s)
-    if (VD % 128 == 0 || 128 * s + 4 * lane < VD) {
-      const float x0 = (packed.o[s][0] + exact.o[s][0]) * inv, x1 = (packed.o[s][1] + exact.o[s][1]) * inv;
-      const float x2 = (packed.o[s][2] + exact.o[s][2]) * inv, x3 = (packed.o[s][3] + exact.o[s][3]) * inv;
-      *(uint2*)(out + 128 * s + 4 * lane) = make_uint2(pack_model(x0, x1), pack_model(x2, x3));
-    }
+  if (used && warp % MERGE == 0) finish(a, row, pair, n, found[0], found[1], lane);
 }

@@ -18,88 +18,15 @@
 // or 8; WARPS per CTA; MERGE warps per column of combine, 1 or 8.
 
 #include "combine.cuh"
+#include "queries.cuh"
 #include "softmax.cuh"
 
-// First launch: equalized, rotated queries as B operands (fp16, scaled by a power of two), and for each column tile the
-// factor that undoes it, times the softmax scale (base 2). One warp per (row, head, pass); lane (gid, tid) holds
-// channels 16 ct + 8 r1 + 2 tid + h of column gid.
+// First launch, one warp per (row, head, pass).
 extern "C" __global__ void __launch_bounds__(32) rotate_queries(const __grid_constant__ Args a) {
-  const int lane = threadIdx.x, gid = lane >> 2, tid = lane & 3, pairs = a.heads * a.passes;
-  const int row = blockIdx.x / pairs, pair = blockIdx.x % pairs;
-  char* out = a.rotated + (long)blockIdx.x * Q_BYTES;
+  const int pairs = a.heads * a.passes;
   allow_launch();
   wait_for_launch();
-#pragma unroll
-  for (int t = 0; t < NT; ++t) {
-    float x[KT][2][2];
-    const u16* q = query_of(a, row, pair, 8 * t + gid);
-#pragma unroll
-    for (int ct = 0; ct < KT; ++ct)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int c = 16 * ct + 8 * r + 2 * tid;
-        const u32 w = q ? *(const u32*)(q + c) : 0u;
-        x[ct][r][0] = model_to_f32((u16)w);
-        x[ct][r][1] = model_to_f32((u16)(w >> 16));
-#if EQUAL
-        const float2 e = *(const float2*)(a.equalizer + (long)(row * a.heads + pair / a.passes) * KD + c);
-        x[ct][r][0] *= e.x;
-        x[ct][r][1] *= e.y;
-#endif
-      }
-#if ROTK
-    constexpr int BLOCK = KD & -KD;
-#pragma unroll
-    for (int ct = 0; ct < KT; ++ct)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {  // channel bits 0 (h), 1 and 2 (tid)
-        float lo = x[ct][r][0] + x[ct][r][1], hi = x[ct][r][0] - x[ct][r][1];
-#pragma unroll
-        for (int d = 1; d < 4; d <<= 1) {
-          const float l2 = __shfl_xor_sync(~0u, lo, d), h2 = __shfl_xor_sync(~0u, hi, d);
-          lo = tid & d ? l2 - lo : lo + l2;
-          hi = tid & d ? h2 - hi : hi + h2;
-        }
-        x[ct][r][0] = lo;
-        x[ct][r][1] = hi;
-      }
-#pragma unroll
-    for (int ct = 0; ct < KT; ++ct)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {  // channel bit 3 (r1)
-        const float lo = x[ct][0][h], hi = x[ct][1][h];
-        x[ct][0][h] = lo + hi;
-        x[ct][1][h] = lo - hi;
-      }
-#pragma unroll
-    for (int d = 1; d < BLOCK / 16; d <<= 1)
-#pragma unroll
-      for (int ct = 0; ct < KT; ++ct)
-        if (!(ct & d))
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float lo = x[ct][i >> 1][i & 1], hi = x[ct + d][i >> 1][i & 1];
-            x[ct][i >> 1][i & 1] = lo + hi;
-            x[ct + d][i >> 1][i & 1] = lo - hi;
-          }
-#endif
-    float largest = 0.0f;
-#pragma unroll
-    for (int ct = 0; ct < KT; ++ct)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(x[ct][i >> 1][i & 1]));
-#pragma unroll
-    for (int d = 16; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
-    // 2^-exponent: the largest query component is in [1, 2)
-    const u32 e = __float_as_uint(largest) & 0x7f800000u;
-    const float scale = e == 0u || e >= 0x7e800000u ? 1.0f : __uint_as_float(0x7f000000u - e);
-#pragma unroll
-    for (int ct = 0; ct < KT; ++ct)
-      if (gid < QCOLS)
-        ((uint2*)out)[(t * KT + ct) * 4 * QCOLS + lane] = make_uint2(pack_f16(x[ct][0][0] * scale, x[ct][0][1] * scale), pack_f16(x[ct][1][0] * scale, x[ct][1][1] * scale));
-    const float norm = ROTK ? rsqrtf((float)(KD & -KD)) : 1.0f;
-    if (lane == 0) ((float*)(out + Q_FRAGMENTS))[t] = a.scaling * norm * (SOFTCAP ? 1.0f / a.softcap : LOG2E) / scale;
-  }
+  rotate_queries_of(a, blockIdx.x / pairs, blockIdx.x % pairs, a.rotated + (long)blockIdx.x * Q_BYTES, threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(const __grid_constant__ Args a) {
@@ -109,13 +36,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(const __grid_
   const u32 bars = smem_addr(smem) + WARPS * STAGE + warp * 16;
   Row* rows = (Row*)(smem + WARPS * (STAGE + 16));
   int* prefix = (int*)(rows + a.batch);
-#if PTX_90
-  if (lane == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bars));
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bars + 8));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-#endif
+  init_barriers(bars, lane);
   for (int r = threadIdx.x; r < a.batch; r += WARPS * 32) rows[r] = Row::of(a, r);
   __syncthreads();
   if (warp == 0) {
@@ -152,34 +73,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(const __grid_
   st.clear();
   u32 phase = 0;
   while (true) {
-    const bool packed = cur.packed();
     Item next = cur;
     if (left > 1) next.advance(a);
-    u32 pb[NT][8][2];
-    wait(bars, phase, packed);
-    if (packed) packed_scores(a, cur, ks, qs, lane, st, pb);
-    else exact_scores(a, cur, ks, lane, st, pb);
-    __syncwarp();
-    if (left > 1) {
-#if PTX_90
-      if (!packed) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-      fetch<true>(a, next, ks, bars, lane, qs, next.pair != cur.pair || next.row != cur.row || !packed);
-    } else commit();
-    wait(bars + 8, phase, packed);
-    if (packed) packed_values(vs, lane, pb, st);
-    else exact_values(vs, lane, pb, st);
-    __syncwarp();
-    if (packed) phase ^= 1;
-    if (left > 1) {
-#if PTX_90
-      if (!packed) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-      fetch<false>(a, next, vs, bars + 8, lane);
-    }
+    const bool fresh = next.pair != cur.pair || next.row != cur.row || !cur.packed();
+    attend_item(a, cur, next, left > 1, fresh, ks, vs, qs, bars, lane, phase, st);
     const int segment = cur.segment(a);
     if (left == 1 || next.segment(a) != segment) {
-      store_partial(a, segment + range, packed, lane, st);
+      store_partial(a.part_o, a.part_ml, segment + range, cur.packed(), lane, st);
       if (left == 1) return;
       st.clear();
     }

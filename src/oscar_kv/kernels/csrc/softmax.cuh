@@ -296,7 +296,8 @@ __device__ __forceinline__ void exact_values(u32 vs, int lane, const u32 (&pb)[N
   }
 }
 
-__device__ __forceinline__ void store_partial(const Args& a, int slot, bool packed, int lane, State& st) {
+// part_o: (slots, NT * QCOLS, VD); part_ml: (slots, NT * QCOLS), maximum (log2) and sum
+__device__ __forceinline__ void store_partial(float* part_o, float2* part_ml, int slot, bool packed, int lane, State& st) {
   const int gid = lane >> 2, tid = lane & 3;
 #pragma unroll
   for (int t = 0; t < NT; ++t) {
@@ -321,12 +322,38 @@ __device__ __forceinline__ void store_partial(const Args& a, int slot, bool pack
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int col = 8 * t + 2 * tid + (i & 1);
-          if (col < 8 * t + QCOLS) a.part_o[((long)slot * (NT * QCOLS) + col) * VD + 16 * ct + gid + 8 * (i >> 1)] = fmaf(st.o[t][ct][i], f, center[i & 1]);
+          if (col < 8 * t + QCOLS) part_o[((long)slot * (NT * QCOLS) + col) * VD + 16 * ct + gid + 8 * (i >> 1)] = fmaf(st.o[t][ct][i], f, center[i & 1]);
         }
     }
     if (gid == 0)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
-        if (2 * tid + c < QCOLS) a.part_ml[slot * (NT * QCOLS) + 8 * t + 2 * tid + c] = make_float2(st.m[t][c], st.l[t][c]);
+        if (2 * tid + c < QCOLS) part_ml[slot * (NT * QCOLS) + 8 * t + 2 * tid + c] = make_float2(st.m[t][c], st.l[t][c]);
+  }
+}
+
+// One item, whose keys and values are on their way; those of the next one (if `more`) start as soon as there is room.
+// `fresh`: with its queries.
+__device__ __forceinline__ void attend_item(
+    const Args& a, const Item& cur, const Item& next, bool more, bool fresh, u32 ks, u32 vs, u32 qs, u32 bars, int lane,
+    u32& phase, State& st) {
+  const bool packed = cur.packed();
+  u32 pb[NT][8][2];
+  wait(bars, phase, packed);
+  if (packed) packed_scores(a, cur, ks, qs, lane, st, pb);
+  else exact_scores(a, cur, ks, lane, st, pb);
+  __syncwarp();
+  if (more) {
+    if (!packed) fence_copies();
+    fetch<true>(a, next, ks, bars, lane, qs, fresh);
+  } else commit();
+  wait(bars + 8, phase, packed);
+  if (packed) packed_values(vs, lane, pb, st);
+  else exact_values(vs, lane, pb, st);
+  __syncwarp();
+  if (packed) phase ^= 1;
+  if (more) {
+    if (!packed) fence_copies();
+    fetch<false>(a, next, vs, bars + 8, lane);
   }
 }

@@ -60,6 +60,21 @@ __device__ __forceinline__ void expect(u32 bar, u32 bytes, int lane) {
   if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 #endif
 }
+// Before a bulk copy overwrites what ordinary instructions have read or written
+__device__ __forceinline__ void fence_copies() {
+#if PTX_90
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void init_barriers(u32 bars, int lane) {
+#if PTX_90
+  if (lane == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bars));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bars + 8));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+#endif
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait for the older of at most two outstanding copies: packed ones on the barrier (sm_90), others by group
 __device__ __forceinline__ void wait(u32 bar, u32 phase, bool packed) {
