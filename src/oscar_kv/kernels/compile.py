@@ -36,8 +36,11 @@ _CSRC = Path(__file__).parent / "csrc"
 # these round each operation as the CPU does: no contraction to fused multiply-add
 _EXACT = ("dequantize.cu", "encode.cu", "flush.cu")
 _STATIC_SHARED = 48 * 1024  # what a kernel may use without asking for more
+_PORTABLE_CLUSTER = 8  # CTAs of a cluster without asking for more
 _ATTRIBUTE_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
-_WITHOUT_DEPENDENT = ("sm_80", "sm_86", "sm_89")  # cannot start a kernel before the one in front has ended
+_ATTRIBUTE_CLUSTER = "CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED"
+_BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
+_LARGE_CLUSTERS = ("sm_90a", "sm_100a", "sm_100")
 _LEGACY_STREAM = 1  # a handle of the default stream that says so
 
 Defines = Mapping[str, int | str]
@@ -87,6 +90,11 @@ def architecture(device: torch.device) -> str:
         known = ", ".join(f"{major}.{minor}" for major, minor in _BY_CAPABILITY)
         raise NotImplementedError(f"compute capability {capability[0]}.{capability[1]} is not one of {known}")
     return _BY_CAPABILITY[capability]
+
+
+def most_cluster(arch: str) -> int:
+    """CTAs that a cluster can have; 1 where there are none."""
+    return 1 if arch in _BEFORE_HOPPER else 16 if arch in _LARGE_CLUSTERS else _PORTABLE_CLUSTER
 
 
 def cubin(source: str, defines: Defines, arch: str) -> bytes:
@@ -169,6 +177,7 @@ def launch(
     *,
     dependent: bool = False,
     cooperative: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Start a kernel on PyTorch's current stream of the device.
 
@@ -183,6 +192,7 @@ def launch(
         dependent: Start before the previous kernel has ended, where the GPU can; the kernel waits by itself
             (``griddepcontrol.wait``).
         cooperative: Refuse a grid whose CTAs cannot all run at once.
+        cluster: Consecutive CTAs that run together and share their shared memory; more than 1 from sm_90 on.
 
     Raises:
         RuntimeError: The driver refused the launch.
@@ -195,20 +205,22 @@ def launch(
     parameters = ctypes.addressof(addresses)
     with torch.cuda.device(device):
         if shared_bytes > _STATIC_SHARED:
-            _allow_shared(kernel, shared_bytes, torch.cuda.current_device())
+            _allow(kernel, _ATTRIBUTE_SHARED, shared_bytes, torch.cuda.current_device())
+        if cluster > _PORTABLE_CLUSTER:
+            _allow(kernel, _ATTRIBUTE_CLUSTER, 1, torch.cuda.current_device())
         function = driver.CUfunction(int(kernel.handle))
         stream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes, config.hStream = shared_bytes, stream
-        dependent = dependent and architecture(device) not in _WITHOUT_DEPENDENT
-        config.attrs = _attributes(dependent, cooperative)
+        dependent = dependent and architecture(device) not in _BEFORE_HOPPER
+        config.attrs = _attributes(dependent, cooperative, cluster)
         config.numAttrs = len(config.attrs)
         _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
 
 
-def _attributes(dependent: bool, cooperative: bool) -> list[Any]:
+def _attributes(dependent: bool, cooperative: bool, cluster: int) -> list[Any]:
     from cuda.bindings import driver
 
     kinds = driver.CUlaunchAttributeID
@@ -223,6 +235,11 @@ def _attributes(dependent: bool, cooperative: bool) -> list[Any]:
         whole.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         whole.value.cooperative = 1
         attributes.append(whole)
+    if cluster > 1:
+        size = driver.CUlaunchAttribute()
+        size.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
+        attributes.append(size)
     return attributes
 
 
@@ -235,11 +252,10 @@ def _argument(arg: Argument) -> Any:
 
 
 @cache
-def _allow_shared(kernel: Any, shared_bytes: int, device: int) -> None:
+def _allow(kernel: Any, attribute: str, value: int, device: int) -> None:
     from cuda.bindings import driver
 
-    attribute = getattr(driver.CUfunction_attribute, _ATTRIBUTE_SHARED)
-    _check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device))
+    _check(driver.cuKernelSetAttribute(getattr(driver.CUfunction_attribute, attribute), value, kernel.handle, device))
 
 
 def _check(result: tuple[Any, ...]) -> None:

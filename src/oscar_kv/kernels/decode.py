@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oscar_kv.kernels.compile import kernel, launch
+from oscar_kv.kernels.compile import architecture, kernel, launch, most_cluster
 from oscar_kv.kernels.encode import METADATA, layout_key, layout_of
 from oscar_kv.pack import RecordLayout
 
 MAX_COLUMNS = 64  # queries times heads of a group; every 16 of them read the cache once more
 _SPARE = 1024  # bytes of shared memory that the driver takes from a CTA
-_SHORT_ITEMS = 72  # blocks and tiles of 16 tokens of a row, up to which one CTA attends to all of them
-_SHORT_WARPS = 4  # of such a CTA where there are enough to share multiprocessors
+_SHORT_ITEMS = 24  # blocks and tiles of 16 tokens that a warp takes where rows are not cut at device-side lengths
+_SHORT_WARPS = 3  # of a CTA there
 _POINTERS, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -89,30 +89,44 @@ def _shape(layout: RecordLayout, columns: int, batch: int, shared: int) -> tuple
 
 @dataclass(frozen=True)
 class _Short:
-    """Launch of csrc/decode_short.cu: warps of a CTA, CTAs of a multiprocessor, bytes of shared memory of a CTA."""
+    """Launch of csrc/decode_short.cu: warps of a CTA, CTAs of a cluster and of a multiprocessor, shared memory."""
 
     warps: int
+    cluster: int
     ctas: int
     shared: int
 
+    @property
+    def flags(self) -> dict[str, int | str]:
+        return {"WARPS": self.warps, "CLUSTER": self.cluster, "CTAS": self.ctas}
+
 
 @cache
-def _short(layout: RecordLayout, columns: int, units: int, multiprocessors: int, shared: int) -> _Short | None:
-    """How one CTA attends to all items of a row and KV head; None where its partials do not fit."""
-    tiles, used = _tiles(columns)
-    most, column = _most_warps(layout, tiles), 4 * layout.value_dim + 8  # bytes of a column's partial
-    warps = most if units <= multiprocessors else min(most, _SHORT_WARPS)
-
-    def needed(warps: int) -> int:
-        return warps * (stage_bytes(layout, 0) + 2 * tiles * used * column) + _aligned(
-            query_bytes(layout, tiles * used)
-        )
-
-    while warps > 1 and needed(warps) + _SPARE > shared:
-        warps -= 1
-    if needed(warps) + _SPARE > shared:
+def _short(layout: RecordLayout, columns: int, units: int, items: int, device: torch.device) -> _Short | None:
+    """How clusters attend to units of at most ``items`` items; None where these are too many, or do not fit."""
+    multiprocessors, shared = _properties(device)
+    most_warps = _most_warps(layout, _tiles(columns)[0])
+    warps, cluster = min(_SHORT_WARPS, most_warps), 1
+    most = min(most_cluster(architecture(device)), most_warps // warps * multiprocessors // units)
+    while 2 * cluster <= most and cluster * warps < items:
+        cluster *= 2
+    if cluster * warps < items:  # larger CTAs, if multiprocessors are still left over
+        warps = max(warps, min(most_warps, most_warps * multiprocessors // (units * cluster), -(-items // cluster)))
+    fit = (shared - _SPARE) // (-(-_short_bytes(layout, columns, warps, cluster) // warps))
+    warps = min(warps, fit)
+    if warps < 1 or items > _SHORT_ITEMS * cluster * warps:
         return None
-    return _Short(warps, max(1, min(most // warps, shared // (needed(warps) + _SPARE))), needed(warps))
+    needed = _short_bytes(layout, columns, warps, cluster)
+    return _Short(warps, cluster, max(1, min(most_warps // warps, shared // (needed + _SPARE))), needed)
+
+
+def _short_bytes(layout: RecordLayout, columns: int, warps: int, cluster: int) -> int:
+    """Shared memory of a CTA: stages, or later what a cluster merges; queries; partials of two kinds; barriers."""
+    tiles, used = _tiles(columns)
+    count, spans = tiles * used, -(-layout.value_dim // 128)
+    joint = 2 * count * 32 * (8 + 16 * spans) if cluster > 1 else 0
+    stages = max(warps * (stage_bytes(layout, 0) - 16), joint)
+    return stages + _aligned(query_bytes(layout, count)) + warps * (2 * count * (4 * layout.value_dim + 8) + 16)
 
 
 def _row_bytes(batch: int) -> int:
@@ -236,11 +250,12 @@ def _decode_attention(
         warps * multiprocessors, fresh, scaling, softcap,
     )  # fmt: skip
     flags = defines(layout, tiles=tiles, used=used, softcap=softcap != 0.0, equalized=equalizer is not None)
-    blocks = records.shape[1] if table is None else table.shape[1]
-    short = _short(layout, columns, units, multiprocessors, shared)
-    if short is not None and blocks + tail_keys.shape[2] // 16 <= _SHORT_ITEMS:
-        code = kernel("decode_short.cu", "decode_short", {**flags, "WARPS": short.warps, "CTAS": short.ctas}, device)
-        launch(code, units, 32 * short.warps, short.shared, (bytes(args),), device, dependent=True)
+    items = (records.shape[1] if table is None else table.shape[1]) + -(-tail_keys.shape[2] // 16)
+    short = _short(layout, columns, units, items, device)
+    if short is not None:
+        code = kernel("decode_short.cu", "decode_short", {**flags, **short.flags}, device)
+        grid, block = units * short.cluster, 32 * short.warps
+        launch(code, grid, block, short.shared, (bytes(args),), device, dependent=True, cluster=short.cluster)
         return out
     slots = 2 * units + warps * multiprocessors
     tasks = units * tiles * used
@@ -296,8 +311,8 @@ def representative(arch: str) -> list[tuple[str, str, str, dict[str, int | str]]
             tiles, used, warps = shape
             flags = defines(layout, tiles=tiles, used=used, softcap=False, equalized=config.equalize > 0)
             rows.append((title, "decode.cu", "decode", {**flags, "WARPS": warps, "MERGE": 8}))
-            short = _short(layout, columns, 10**4, 1, shared_limit(arch))
-            if short is not None:
-                own = {**flags, "WARPS": short.warps, "CTAS": short.ctas}
-                rows.append((title, "decode_short.cu", "decode_short", own))
+            for cluster in {1, min(8, most_cluster(arch))}:
+                short = _Short(_SHORT_WARPS, cluster, _most_warps(layout, tiles) // _SHORT_WARPS, 0)
+                own = {**flags, **short.flags}
+                rows.append((f"{title}, cluster of {cluster}", "decode_short.cu", "decode_short", own))
     return rows

@@ -8,14 +8,7 @@ __device__ __forceinline__ void add_warps(Merged (*shared)[32], Merged& part, in
   __syncthreads();
   if (warp == 0)
 #pragma unroll 1
-    for (int w = 1; w < MERGE; ++w) {
-      Merged other = shared[w][lane];
-      const float m = fmaxf(part.m, other.m);
-      rescale(part, m), rescale(other, m);
-      part.l += other.l;
-#pragma unroll
-      for (int i = 0; i < SPANS * 4; ++i) part.o[i >> 2][i & 3] += other.o[i >> 2][i & 3];
-    }
+    for (int w = 1; w < MERGE; ++w) add(part, shared[w][lane]);
   __syncthreads();
 }
 

@@ -1,8 +1,8 @@
-// What depends on the architecture around a launch, and barriers between CTAs.
+// What depends on the architecture around a launch, and clusters of CTAs.
 #pragma once
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define PTX_90 true  // bulk copies, mbarriers, dependent launches
+#define PTX_90 true  // bulk copies, mbarriers, dependent launches, clusters
 #else
 #define PTX_90 false
 #endif
@@ -17,5 +17,33 @@ __device__ __forceinline__ void allow_launch() {
 __device__ __forceinline__ void wait_for_launch() {
 #if PTX_90
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Place of this CTA in its cluster; 0 where there are none.
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank = 0;
+#if PTX_90
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+
+// All threads of a cluster wait for each other, and see what the others have written to shared memory.
+__device__ __forceinline__ void cluster_barrier() {
+#if PTX_90
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// The same place in the shared memory of another CTA of the cluster.
+template <typename T>
+__device__ __forceinline__ const T* of_rank(const T* shared, unsigned rank) {
+#if PTX_90
+    unsigned long long address;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
+    return (const T*)address;
+#else
+    return shared;
 #endif
 }

@@ -20,6 +20,13 @@ __device__ __forceinline__ void rescale(Merged& r, float m) {
 #pragma unroll
   for (int i = 0; i < SPANS * 4; ++i) r.o[i >> 2][i & 3] *= f;
 }
+__device__ __forceinline__ void add(Merged& to, Merged other) {
+  const float m = fmaxf(to.m, other.m);
+  rescale(to, m), rescale(other, m);
+  to.l += other.l;
+#pragma unroll
+  for (int i = 0; i < SPANS * 4; ++i) to.o[i >> 2][i & 3] += other.o[i >> 2][i & 3];
+}
 __device__ __forceinline__ void merge_parts(const float2* ml, const float4* po, int parts, int first, int step, int lane, Merged& r) {
   constexpr int COLUMNS = NT * QCOLS;
   float top = NEG_INF;
