@@ -25,11 +25,17 @@ CONFIG = OscarConfig()
 PLAIN = replace(CONFIG, token_norm=None, rotate_keys=False, rotate_values=False, equalize=0.0)
 
 
-@pytest.fixture(params=["short", "long"], autouse=True)
+@pytest.fixture(params=[1, 2, 8, None], ids=["alone", "pair", "cluster", "long"], autouse=True)
 def rows_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways: one CTA for all of a short row, or long rows that all multiprocessors share."""
-    if request.param == "long":
-        monkeypatch.setattr(decode, "_SHORT_ITEMS", 0)
+    """Short rows in a CTA or a cluster each, or long rows that all multiprocessors share."""
+
+    def short(layout: RecordLayout, columns: int, *args: Any) -> Any:
+        cluster = request.param
+        if cluster is None:
+            return None
+        return decode._Short(2, cluster, 1, decode._short_bytes(layout, columns, 2, cluster))
+
+    monkeypatch.setattr(decode, "_short", short)
 
 
 def case(

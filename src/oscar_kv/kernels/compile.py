@@ -36,11 +36,8 @@ _CSRC = Path(__file__).parent / "csrc"
 # these round each operation as the CPU does: no contraction to fused multiply-add
 _EXACT = ("dequantize.cu", "encode.cu", "flush.cu")
 _STATIC_SHARED = 48 * 1024  # what a kernel may use without asking for more
-_PORTABLE_CLUSTER = 8  # CTAs of a cluster without asking for more
 _ATTRIBUTE_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
-_ATTRIBUTE_CLUSTER = "CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED"
 _BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
-_LARGE_CLUSTERS = ("sm_90a", "sm_100a", "sm_100")
 _LEGACY_STREAM = 1  # a handle of the default stream that says so
 
 Defines = Mapping[str, int | str]
@@ -93,8 +90,8 @@ def architecture(device: torch.device) -> str:
 
 
 def most_cluster(arch: str) -> int:
-    """CTAs that a cluster can have; 1 where there are none."""
-    return 1 if arch in _BEFORE_HOPPER else 16 if arch in _LARGE_CLUSTERS else _PORTABLE_CLUSTER
+    """CTAs that a cluster can have on any GPU of an architecture; 1 where there are none."""
+    return 1 if arch in _BEFORE_HOPPER else 8
 
 
 def cubin(source: str, defines: Defines, arch: str) -> bytes:
@@ -205,24 +202,30 @@ def launch(
     parameters = ctypes.addressof(addresses)
     with torch.cuda.device(device):
         if shared_bytes > _STATIC_SHARED:
-            _allow(kernel, _ATTRIBUTE_SHARED, shared_bytes, torch.cuda.current_device())
-        if cluster > _PORTABLE_CLUSTER:
-            _allow(kernel, _ATTRIBUTE_CLUSTER, 1, torch.cuda.current_device())
+            _allow_shared(kernel, shared_bytes, torch.cuda.current_device())
         function = driver.CUfunction(int(kernel.handle))
         stream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes, config.hStream = shared_bytes, stream
         dependent = dependent and architecture(device) not in _BEFORE_HOPPER
-        config.attrs = _attributes(dependent, cooperative, cluster)
-        config.numAttrs = len(config.attrs)
-        _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
+        if not (dependent or cooperative or cluster > 1):
+            _check(driver.cuLaunchKernel(function, x, y, z, block, 1, 1, shared_bytes, stream, parameters, 0))
+            return
+        with _lock:
+            config = _config(x, y, z, block, shared_bytes, dependent, cooperative, cluster)
+            config.hStream = stream
+            _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
 
 
-def _attributes(dependent: bool, cooperative: bool, cluster: int) -> list[Any]:
+@cache
+def _config(
+    x: int, y: int, z: int, block: int, shared_bytes: int, dependent: bool, cooperative: bool, cluster: int
+) -> Any:
+    """Of a launch; kept, since making one takes longer than the launch. Only its stream changes."""
     from cuda.bindings import driver
 
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
     kinds = driver.CUlaunchAttributeID
     attributes = []
     if dependent:
@@ -240,7 +243,8 @@ def _attributes(dependent: bool, cooperative: bool, cluster: int) -> list[Any]:
         size.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
         attributes.append(size)
-    return attributes
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 def _argument(arg: Argument) -> Any:
@@ -252,10 +256,11 @@ def _argument(arg: Argument) -> Any:
 
 
 @cache
-def _allow(kernel: Any, attribute: str, value: int, device: int) -> None:
+def _allow_shared(kernel: Any, shared_bytes: int, device: int) -> None:
     from cuda.bindings import driver
 
-    _check(driver.cuKernelSetAttribute(getattr(driver.CUfunction_attribute, attribute), value, kernel.handle, device))
+    attribute = getattr(driver.CUfunction_attribute, _ATTRIBUTE_SHARED)
+    _check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device))
 
 
 def _check(result: tuple[Any, ...]) -> None:

@@ -16,8 +16,7 @@ from oscar_kv.pack import RecordLayout
 
 MAX_COLUMNS = 64  # queries times heads of a group; every 16 of them read the cache once more
 _SPARE = 1024  # bytes of shared memory that the driver takes from a CTA
-_SHORT_ITEMS = 24  # blocks and tiles of 16 tokens that a warp takes where rows are not cut at device-side lengths
-_SHORT_WARPS = 3  # of a CTA there
+_BUSY_ITEMS, _IDLE_ITEMS = 32, 4  # that a warp takes at most in one launch, if the GPU is full or not
 _POINTERS, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -102,22 +101,32 @@ class _Short:
 
 
 @cache
-def _short(layout: RecordLayout, columns: int, units: int, items: int, device: torch.device) -> _Short | None:
-    """How clusters attend to units of at most ``items`` items; None where these are too many, or do not fit."""
+def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: torch.device) -> _Short | None:
+    """How clusters attend to units of at most so many blocks; None where these are too many, or do not fit.
+
+    One cluster does all of a unit, so what a warp may get is bounded: lengths that differ are not evened out. The rule
+    is what was fastest on an H200 (benchmarks/kernels.md).
+    """
     multiprocessors, shared = _properties(device)
-    most_warps = _most_warps(layout, _tiles(columns)[0])
-    warps, cluster = min(_SHORT_WARPS, most_warps), 1
-    most = min(most_cluster(architecture(device)), most_warps // warps * multiprocessors // units)
-    while 2 * cluster <= most and cluster * warps < items:
-        cluster *= 2
-    if cluster * warps < items:  # larger CTAs, if multiprocessors are still left over
-        warps = max(warps, min(most_warps, most_warps * multiprocessors // (units * cluster), -(-items // cluster)))
-    fit = (shared - _SPARE) // (-(-_short_bytes(layout, columns, warps, cluster) // warps))
-    warps = min(warps, fit)
-    if warps < 1 or items > _SHORT_ITEMS * cluster * warps:
+    of_warp = _short_bytes(layout, columns, 8, 8) // 8 + _SPARE
+    most = min(_most_warps(layout, _tiles(columns)[0]), shared // of_warp)  # warps of a multiprocessor
+    if most < 1:
+        return None
+    share = most // -(-units // multiprocessors)
+    warps, cluster = share if share >= 3 else min(most, 4), 1
+    if units <= multiprocessors:
+        while cluster < most_cluster(architecture(device)) and cluster * (most // 2) < blocks:
+            if 2 * cluster * units > multiprocessors * (1.0 if cluster == 1 else 0.75):
+                break
+            cluster *= 2
+        if cluster * (most // 2) >= blocks:
+            warps = max(1, most // 2)
+    busy = units * cluster * warps >= 0.75 * most * multiprocessors
+    items = blocks + layout.config.residual_length // 16
+    if items > (_BUSY_ITEMS if busy else _IDLE_ITEMS) * cluster * warps:
         return None
     needed = _short_bytes(layout, columns, warps, cluster)
-    return _Short(warps, cluster, max(1, min(most_warps // warps, shared // (needed + _SPARE))), needed)
+    return _Short(warps, cluster, max(1, min(most // warps, shared // (needed + _SPARE))), needed)
 
 
 def _short_bytes(layout: RecordLayout, columns: int, warps: int, cluster: int) -> int:
@@ -250,8 +259,7 @@ def _decode_attention(
         warps * multiprocessors, fresh, scaling, softcap,
     )  # fmt: skip
     flags = defines(layout, tiles=tiles, used=used, softcap=softcap != 0.0, equalized=equalizer is not None)
-    items = (records.shape[1] if table is None else table.shape[1]) + -(-tail_keys.shape[2] // 16)
-    short = _short(layout, columns, units, items, device)
+    short = _short(layout, columns, units, (records if table is None else table).shape[1], device)
     if short is not None:
         code = kernel("decode_short.cu", "decode_short", {**flags, **short.flags}, device)
         grid, block = units * short.cluster, 32 * short.warps
@@ -311,8 +319,7 @@ def representative(arch: str) -> list[tuple[str, str, str, dict[str, int | str]]
             tiles, used, warps = shape
             flags = defines(layout, tiles=tiles, used=used, softcap=False, equalized=config.equalize > 0)
             rows.append((title, "decode.cu", "decode", {**flags, "WARPS": warps, "MERGE": 8}))
-            for cluster in {1, min(8, most_cluster(arch))}:
-                short = _Short(_SHORT_WARPS, cluster, _most_warps(layout, tiles) // _SHORT_WARPS, 0)
-                own = {**flags, **short.flags}
+            for cluster in {1, most_cluster(arch)}:
+                own = {**flags, **_Short(3, cluster, _most_warps(layout, tiles) // 3, 0).flags}
                 rows.append((f"{title}, cluster of {cluster}", "decode_short.cu", "decode_short", own))
     return rows
