@@ -17,7 +17,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit("oscar-kv needs Python 3.11 or
 XDIST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types contracts unit oldest slow gpu kernels format clean
+.PHONY: help demo test lint types contracts unit oldest slow gpu sanitize kernels format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,12 @@ slow: $(VENV)/.stamp ## the tests that take minutes
 
 gpu: ## the GPU tests, with the current Python and no environment of its own
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+sanitize: ## every kernel on small shapes under compute-sanitizer, with the current Python
+	for tool in memcheck racecheck; do \
+		PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 \
+			$(PYTHON) -m pytest -m gpu -q -p no:cacheprovider tests/test_kernels_small.py || exit 1; \
+	done
 
 kernels: $(VENV)/.stamp ## registers and shared memory of every kernel on every architecture (needs no GPU)
 	$(BIN)/python -m oscar_kv.kernels.compile

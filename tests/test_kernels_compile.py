@@ -45,7 +45,11 @@ needs_nvrtc = pytest.mark.skipif(
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
 @pytest.mark.parametrize("module", MODULES)
 def test_every_kernel_compiles_without_spills(module: str, arch: str) -> None:
-    for title, source, main, defines in import_module(f"oscar_kv.kernels.{module}").representative(arch):
+    variants = import_module(f"oscar_kv.kernels.{module}").representative(arch)
+    if arch not in ("sm_80", "sm_90a"):  # the oldest way of copying, and the newest; the others share their code
+        variants = [variant for variant in variants if variant[0] in ("default", "default, one launch")]
+    assert variants
+    for title, source, main, defines in variants:
         usage = resource_usage(nvrtc._compile(source, defines, arch))
         assert main in (*usage, ""), title
         for name, one in usage.items():

@@ -319,7 +319,6 @@ def representative(arch: str) -> list[tuple[str, str, str, dict[str, int | str]]
             tiles, used, warps = shape
             flags = defines(layout, tiles=tiles, used=used, softcap=False, equalized=config.equalize > 0)
             rows.append((title, "decode.cu", "decode", {**flags, "WARPS": warps, "MERGE": 8}))
-            for cluster in {1, most_cluster(arch)}:
-                own = {**flags, **_Short(3, cluster, _most_warps(layout, tiles) // 3, 0).flags}
-                rows.append((f"{title}, cluster of {cluster}", "decode_short.cu", "decode_short", own))
+            one = _Short(3, most_cluster(arch), _most_warps(layout, tiles) // 3, 0)
+            rows.append((f"{title}, one launch", "decode_short.cu", "decode_short", {**flags, **one.flags}))
     return rows
