@@ -30,6 +30,13 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     return c;
 }
 
+// 1 / x to the last bit or so; 0 where that is below 2^-126
+__device__ __forceinline__ float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ u32 warp_max(u32 x) {
     u32 y;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
