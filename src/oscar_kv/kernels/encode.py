@@ -101,10 +101,11 @@ def _side(side: str, dim: int, bits: int, group: int, extra: int, limit: int) ->
     shape: dict[str, int | str] = {f"{side}D": dim, f"{side}BITS": bits, f"{side}GROUP": group}
     if bits == 16:
         return {**shape, f"{side}SLICE": dim}, 0
-    unit, padding = (16, 8) if side == "K" else (group, 4)
+    unit = 16 if side == "K" else group
     for parts in range(1, dim // 16 + 1):  # all channels at a time, or the largest share that fits
         channels = dim // parts
-        shared = BLOCK_TOKENS * dim // group * 16 + extra + BLOCK_TOKENS * (channels + padding) * 4
+        pitch = (channels + 31) // 32 * 32
+        shared = BLOCK_TOKENS * dim // group * 16 + extra + BLOCK_TOKENS * pitch * 4
         if dim % parts == 0 and channels % unit == 0 and shared <= limit:
             return {**shape, f"{side}SLICE": channels}, shared
     raise NotImplementedError(f"head_dim {dim} in groups of {group} does not fit the shared memory of this GPU")

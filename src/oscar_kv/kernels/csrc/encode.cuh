@@ -30,7 +30,7 @@ __device__ __forceinline__ void prepare_equalizer(float2* to, const float* equal
     if constexpr (Side<true>::TENSOR) {
         uint4* upper = reinterpret_cast<uint4*>(to);
         uint2* lower = reinterpret_cast<uint2*>(upper + KD / 4);
-        for (int i = threadIdx.x; i < KD / 4; i += THREADS) split_equalizer(equalizer + 4 * i, upper[i], lower[i]);
+        for (int c = threadIdx.x; c < KD; c += THREADS) split_equalizer(equalizer[c], c, upper, lower);
     } else {
         for (int c = threadIdx.x; c < KD; c += THREADS) to[c] = make_float2(equalizer[c], 1.0f / equalizer[c]);
     }
@@ -61,17 +61,19 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
             reinterpret_cast<uint4*>(record + S::CODES)[i] = *reinterpret_cast<const uint4*>(from);
         }
     } else {
-        if constexpr (!S::TENSOR) {
-            constexpr int LINES = (S::DIM * ITEM + 127) / 128;
-            for (int i = thread; i < BLOCK_TOKENS * LINES; i += THREADS)
-                prefetch(numbers + (i64)(i / LINES) * token_stride + i % LINES * 128);
-        }
+        constexpr int LINES = (S::DIM * ITEM + 127) / 128;
+        for (int i = thread; i < BLOCK_TOKENS * LINES; i += THREADS)
+            prefetch(numbers + (i64)(i / LINES) * token_stride + i % LINES * 128);
         if (thread < BLOCK_TOKENS) {
             bool out = place == 0 && thread < a.num_sinks;
+            constexpr float FACTOR = inverse_root(S::HADAMARD) / (EQUAL ? TERMS_UNIT : 1.0f);
+            shared.factors[thread] = FACTOR;
             if constexpr (KEYS && NORM != 0) {
                 const u16* from = a.norms + row * a.norm_row + place * a.norm_block + (SCOPE ? head * BLOCK_TOKENS : 0);
                 shared.norms[thread] = bf16_to_float(from[norm_order(thread)]);
-                out |= !is_finite(shared.norms[thread]);
+                const float norm = shared.norms[thread];
+                shared.factors[thread] = norm > 0.0f && is_finite(norm) ? fminf(FACTOR / norm, 3e38f) : 0.0f;
+                out |= !is_finite(norm);
             }
             u32 mask = __ballot_sync(ALL_LANES, out);
             if (thread % 32 == 0) shared.excluded[thread / 32] = mask, shared.broken[thread / 32] = KEYS ? 0 : mask;

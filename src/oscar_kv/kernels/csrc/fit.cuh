@@ -139,11 +139,9 @@ __device__ __forceinline__ float fit_tile(float4* grids, const float* tile, int 
         int offset = item % S::SPLIT * S::PART;
         float x[S::PART], count = S::GROUP;
         if constexpr (KEYS) {
-            const int first = group.token + offset;  // even
-            const float* even = tile + first * S::PITCH + swizzle<KEYS>(0, group.channel);
-            const float* odd = tile + first * S::PITCH + swizzle<KEYS>(1, group.channel);
+            const int first = group.token + offset, place = swizzle(0, group.channel);
 #pragma unroll
-            for (int i = 0; i < S::PART; i++) x[i] = (i % 2 ? odd : even)[i * S::PITCH];
+            for (int i = 0; i < S::PART; i++) x[i] = tile[(first + i) * S::PITCH + combine(place, swizzle(i, 0))];
             u64 left_out = excluded[first / 32] >> first % 32;
             if (S::PART == 64) left_out |= (u64)excluded[first / 32 + 1] << 32;
             if (S::PART == 16) left_out &= 0xffff;
@@ -155,9 +153,10 @@ __device__ __forceinline__ float fit_tile(float4* grids, const float* tile, int 
             count = add_partner<S::SPLIT>((float)tokens);
         } else {
             const float* from = tile + group.token * S::PITCH;
+            const int place = swizzle(group.token, group.channel + offset);
 #pragma unroll
             for (int i = 0; i < S::PART; i += 4) {
-                float4 four = *reinterpret_cast<const float4*>(from + swizzle<KEYS>(0, group.channel + offset + i));
+                float4 four = *reinterpret_cast<const float4*>(from + combine(place, swizzle(0, i)));
                 x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
             }
         }

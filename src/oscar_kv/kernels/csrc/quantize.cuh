@@ -80,6 +80,7 @@ __device__ __forceinline__ void quantize_lane(
     const int gid = lane >> 2, tid = lane & 3;
     const int in_tile = channel_tile * 16, channel = slice * S::SLICE + in_tile;
     const int tile_of_all = channel / 16;
+    const int place = KEYS ? swizzle(gid, in_tile + 2 * tid) : swizzle(2 * tid, in_tile + gid);
     u32 word[4], high[2] = {0, 0};
 #pragma unroll
     for (int p = 0; p < BLOCK_TOKENS / 16; p++) {
@@ -100,12 +101,13 @@ __device__ __forceinline__ void quantize_lane(
                 float x[2];
                 int row = gid + 8 * r0, r = 2 * r1 + r0;
                 if constexpr (KEYS) {
-                    const float* from = tile + (16 * p + row) * S::PITCH + swizzle<KEYS>(row, in_tile + column);
+                    const float* from = tile + (16 * p + row) * S::PITCH + combine(place, swizzle(0, 8 * r1));
                     float2 pair = *reinterpret_cast<const float2*>(from);
                     x[0] = pair.x, x[1] = pair.y;
                 } else {
-                    const float* from = tile + (16 * p + column) * S::PITCH + swizzle<KEYS>(0, in_tile + row);
-                    x[0] = from[0], x[1] = from[S::PITCH];
+                    const float* from = tile + (16 * p + column) * S::PITCH;
+                    x[0] = from[combine(place, swizzle(0, 8 * r0))];
+                    x[1] = from[S::PITCH + combine(place, swizzle(1, 8 * r0))];
                 }
 #pragma unroll
                 for (int h = 0; h < 2; h++) {

@@ -1,21 +1,29 @@
 // The rotation on tensor cores, for 16-bit numbers where a sum in another order does no harm (see Side::TENSOR).
 //
-// A Hadamard matrix of size n is that of size n / 16 applied to the upper bits of the channel and that of size 16 to
-// four other bits, in any order. A warp takes 16 tokens: for the bits 0, 1 and those in which the lanes of a quad differ
-// it multiplies by the matrix of size 16, whose entries are signs; for the other bits a lane has all numbers itself and
-// does butterflies. The equalizer is a factor of the matrix: as a sum of numbers of the model's format, with products
-// and sums in float32.
+// A Hadamard matrix of size n is one of size 16 applied to any four bits of the channel and one of size n / 16 applied to
+// the others. A warp takes 16 tokens: for channel bits 0 and 1 and the two in which the lanes of a quad differ it
+// multiplies by the matrix of size 16, whose entries are signs; for the other bits a lane has all numbers itself and
+// does butterflies. The equalizer is a factor of the matrix, as a sum of numbers of the model's format; products and
+// sums are float32.
 #pragma once
 #include "transform.cuh"
 
-// What a quad of lanes holds of a token: runs of RUN channels side by side, SPAN in all, of each of which lane tid of the
-// quad holds run tid.
+// Lane tid of a quad loads RUN channels side by side, the quad SPAN, and the lanes multiply 4 of each at a time, from
+// first_channel(i) on. Of the 16 results of a token a lane gets two: channel pair_channel(i) and the next.
 template <bool KEYS>
-struct Quad {
+struct Rotated {
     static constexpr int HADAMARD = Side<KEYS>::HADAMARD;
     static constexpr int RUN = HADAMARD < 32 ? 4 : 8;
     static constexpr int SPAN = 4 * RUN;
-    static constexpr int NUMBERS = HADAMARD / 4;  // of one lane
+    static constexpr int NUMBERS = HADAMARD / 8;  // results of one token in a lane
+    float x[4][NUMBERS];                          // of tokens 2 tid, 2 tid + 1, 2 tid + 8 and 2 tid + 9
+
+    static __device__ __forceinline__ int token(int i) { return 2 * (threadIdx.x % 4) + i % 2 + 8 * (i / 2); }
+    static __device__ __forceinline__ int first_channel(int i) { return 4 * i / RUN * SPAN + 4 * i % RUN; }
+    static __device__ __forceinline__ int pair_channel(int i) {
+        const int gid = threadIdx.x % 32 / 4;
+        return first_channel(i) + gid / 2 * RUN + gid % 2 * 2;
+    }
 };
 
 // Terms that add up to the reciprocal of the equalizer, of 8 or 11 bits each. A power of two keeps the last term of
@@ -28,42 +36,44 @@ __device__ __forceinline__ float from_model(u16 bits) {
     return DTYPE == DTYPE_BF16 ? bf16_to_float(bits) : f16_to_float(bits);
 }
 
-// Reciprocals of the equalizer of 4 channels: pairs of first terms and pairs of second terms to `upper`, third to `lower`.
-__device__ __forceinline__ void split_equalizer(const float* equalizer, uint4& upper, uint2& lower) {
-    u32 pairs[6] = {};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float rest = TERMS_UNIT / equalizer[i];
-#pragma unroll
-        for (int term = 0; term < TERMS; term++) {
-            u16 bits = to_model(rest);
-            pairs[2 * term + i / 2] |= (u32)bits << (16 * (i & 1));
-            rest -= from_model(bits);
-        }
-    }
-    upper = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    lower = make_uint2(pairs[4], pairs[5]);
+// Reciprocal of the equalizer of a channel -> its terms. `upper` (KD / 4) holds pairs of channels of the first and of the
+// second term, `lower` (KD / 4) of the third.
+__device__ __forceinline__ void split_equalizer(float equalizer, int channel, uint4* upper, uint2* lower) {
+    u16* to = reinterpret_cast<u16*>(upper) + channel / 4 * 8 + channel % 4;
+    float rest = TERMS_UNIT * fast_reciprocal(equalizer);
+    u16 first = to_model(rest), second = to_model(rest - from_model(first));
+    to[0] = first, to[4] = second;
+    if (TERMS == 3)
+        reinterpret_cast<u16*>(lower)[channel] = to_model(rest - from_model(first) - from_model(second));
 }
 
-// c += a b for 16 x 16 numbers of the model and 16 x 8
+// c = a b + c for 16 x 16 numbers of the model and 16 x 8; c counts as 0 where FRESH
+template <bool FRESH>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if DTYPE == 0
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 #else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 #endif
+    if constexpr (FRESH)
+        asm(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+    else
+        asm(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#undef MMA
 }
 
-// Pairs of channels of one row of a Hadamard block
+// Channels of a lane in one Hadamard block of one token, as pairs
 template <bool KEYS>
-__device__ __forceinline__ void load_row(u32 (&pairs)[Side<KEYS>::HADAMARD / 8], const u8* numbers, int tid) {
-    using Q = Quad<KEYS>;
+__device__ __forceinline__ void load_runs(u32 (&pairs)[Side<KEYS>::HADAMARD / 8], const u8* numbers) {
+    using R = Rotated<KEYS>;
 #pragma unroll
-    for (int i = 0; i < Q::NUMBERS / Q::RUN; i++) {
-        const u8* from = numbers + (i * Q::SPAN + tid * Q::RUN) * ITEM;
-        if constexpr (Q::RUN == 8) {
+    for (int i = 0; i < R::HADAMARD / R::SPAN; i++) {
+        const u8* from = numbers + (i * R::SPAN + threadIdx.x % 4 * R::RUN) * ITEM;
+        if constexpr (R::RUN == 8) {
             uint4 four = *reinterpret_cast<const uint4*>(from);
             pairs[4 * i] = four.x, pairs[4 * i + 1] = four.y, pairs[4 * i + 2] = four.z, pairs[4 * i + 3] = four.w;
         } else {
@@ -73,48 +83,55 @@ __device__ __forceinline__ void load_row(u32 (&pairs)[Side<KEYS>::HADAMARD / 8],
     }
 }
 
-// Rotate a Hadamard block of 16 tokens, up to the factor of the matrix (and TERMS_UNIT): `numbers` of the lane's two
-// tokens (rows gid and gid + 8) -> x[row][run by run]. The equalizer is that of the Hadamard block.
+// Rotate a Hadamard block of 16 tokens, up to the factor of the matrix and TERMS_UNIT. `numbers` is the block of token
+// gid, `upper` and `lower` are its equalizer.
 template <bool KEYS>
 __device__ __forceinline__ void tensor_rotate(
-    float (&x)[2][Side<KEYS>::HADAMARD / 4], const u8* numbers, i64 eight_tokens, const uint4* upper,
-    const uint2* lower) {
-    using Q = Quad<KEYS>;
+    Rotated<KEYS>& to, const u8* numbers, int token_stride, const uint4* upper, const uint2* lower) {
+    using R = Rotated<KEYS>;
     const int gid = threadIdx.x % 32 / 4, tid = threadIdx.x % 4;
-    u32 pairs[2][Q::NUMBERS / 2];
-    load_row<KEYS>(pairs[0], numbers, tid);
-    load_row<KEYS>(pairs[1], numbers + eight_tokens, tid);
-    const u32 odd = __popc(2 * tid & gid) & 1;  // entry (k, n) of the matrix is -1 where k & n has an odd number of bits
-    const u32 signs = odd << 15 | (odd ^ (gid & 1)) << 31;  // of k = 2 tid and 2 tid + 1, n = gid
+    u32 pairs[2][R::HADAMARD / 8];
+    load_runs<KEYS>(pairs[0], numbers);
+    load_runs<KEYS>(pairs[1], numbers + (i64)token_stride * 8);
+
+    // Signs of the matrix as left operand: rows n = gid and gid + 8, columns k = 2 tid, 2 tid + 1 and these + 8. Bits of
+    // k are channel bits (0, tid, 1), bits of n (1, tid, 0), and the entry is -1 where an odd number of them are common.
+    constexpr u32 BOTH = 0x80008000u, SECOND = 0x80000000u;
+    const u32 near = __popc(gid / 2 & tid) & 1 ? BOTH : 0, far = gid & 1 ? near ^ BOTH : near;
+    const u32 signs[4] = {near, near ^ SECOND, far, far ^ SECOND};
 #pragma unroll
-    for (int i = 0; i < Q::NUMBERS; i += 4) {
-        const u32 a[4] = {pairs[0][i / 2], pairs[1][i / 2], pairs[0][i / 2 + 1], pairs[1][i / 2 + 1]};
-        float c[2][4] = {};  // n < 8 and n >= 8
+    for (int i = 0; i < R::NUMBERS; i += 2) {
+        const int four = (R::first_channel(i / 2) + tid * R::RUN) / 4;  // that the lane multiplies
+        constexpr int COUNT = KEYS && EQUAL ? TERMS : 1;
+        u32 factor[3][2] = {};
         if constexpr (KEYS && EQUAL) {
-            const int four = (i / Q::RUN * Q::SPAN + tid * Q::RUN + i % Q::RUN) / 4;
             const uint4 terms = upper[four];
-            const u32 low[2] = {terms.x, terms.z}, high[2] = {terms.y, terms.w};
-#pragma unroll
-            for (int term = 0; term < TERMS; term++) {
-                uint2 pair = term < 2 ? make_uint2(low[term % 2], high[term % 2]) : lower[four];
-                multiply_add(c[0], a, pair.x ^ signs, pair.y ^ signs);
-                multiply_add(c[1], a, pair.x ^ signs, pair.y ^ signs ^ 0x80008000u);
-            }
+            factor[0][0] = terms.x, factor[0][1] = terms.y, factor[1][0] = terms.z, factor[1][1] = terms.w;
+            if constexpr (TERMS == 3) factor[2][0] = lower[four].x, factor[2][1] = lower[four].y;
         } else {
-            const u32 ones = (DTYPE == DTYPE_BF16 ? 0x3f803f80u : 0x3c003c00u) ^ signs;
-            multiply_add(c[0], a, ones, ones);
-            multiply_add(c[1], a, ones, ones ^ 0x80008000u);
+            factor[0][0] = factor[0][1] = DTYPE == DTYPE_BF16 ? 0x3f803f80u : 0x3c003c00u;  // 1, 1
+        }
+        float c[2][4];
+#pragma unroll
+        for (int term = 0; term < COUNT; term++) {
+            const u32 a[4] = {factor[term][0] ^ signs[0], factor[term][0] ^ signs[1], factor[term][1] ^ signs[2],
+                              factor[term][1] ^ signs[3]};
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (term == 0)
+                    multiply_add<true>(c[half], a, pairs[half][i], pairs[half][i + 1]);
+                else
+                    multiply_add<false>(c[half], a, pairs[half][i], pairs[half][i + 1]);
+            }
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int row = 0; row < 2; row++) x[row][i + j] = c[j / 2][2 * row + j % 2];
+        for (int t = 0; t < 4; t++) to.x[t][i] = c[t / 2][t % 2], to.x[t][i + 1] = c[t / 2][2 + t % 2];
     }
 #pragma unroll
-    for (int row = 0; row < 2; row++)
+    for (int t = 0; t < 4; t++)
 #pragma unroll
-        for (int step = 4; step < Q::NUMBERS; step *= 2)
+        for (int step = 2; step < R::NUMBERS; step *= 2)
 #pragma unroll
-            for (int i = 0; i < Q::NUMBERS; i++)
-                if (!(i & step)) butterfly(x[row][i], x[row][i + step]);
+            for (int i = 0; i < R::NUMBERS; i++)
+                if (!(i & step)) butterfly(to.x[t][i], to.x[t][i + step]);
 }

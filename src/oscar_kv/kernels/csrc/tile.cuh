@@ -2,26 +2,21 @@
 #pragma once
 #include "tensor_rotate.cuh"
 
-// Where channel c of token t lies in its row of the tile. Lanes that store 8 channels each meet no bank twice, be they
-// of one token or, with the pitch of the keys, of two.
-template <bool KEYS>
-__device__ __forceinline__ int swizzle(int t, int c) {
-    return c ^ (c >> 3 & 4) ^ (KEYS ? (t & 1) << 2 : 0);
+// Where channel c of token t lies in its row of the tile. Bits of t are added to bank bits 2 to 4 such that no bank is met
+// twice, neither when lanes store pairs of channels of 4 tokens or 4 channels of one, nor when they read 4 channels of 8
+// tokens or, in fragment order, pairs of channels of 8 tokens or channels of 4 pairs of tokens. This is linear in the bits
+// of t and c: swizzle(t ^ u, c ^ d) == swizzle(t, c) ^ swizzle(u, d), so that few addresses are worked out.
+__host__ __device__ constexpr int swizzle(int t, int c) {
+    return c ^ (c >> 3 & 4) ^ (t & 1) * 24 ^ (t >> 1 & 1) * 12 ^ (t >> 2 & 1) * 16;
 }
 
-// Store 4 channels of token t, unless the tile holds others.
-template <bool KEYS>
-__device__ __forceinline__ void store_four(float* tile, int t, int channel, int slice, const float* x) {
-    using S = Side<KEYS>;
-    channel -= slice * S::SLICE;
-    if (S::SLICES > 1 && (unsigned)channel >= (unsigned)S::SLICE) return;
-    *reinterpret_cast<float4*>(tile + t * S::PITCH + swizzle<KEYS>(t, channel)) = make_float4(x[0], x[1], x[2], x[3]);
-}
+// place ^ offset where place has no bits of offset above the lowest 5: the upper bits become part of the instruction.
+__device__ __forceinline__ int combine(int place, int offset) { return (place ^ (offset & 31)) + (offset & ~31); }
 
 // What lies in shared memory for all threads: of the keys or values of one block
 struct Block {
     u32 excluded[4], broken[4], largest;  // tokens out of the statistics, tokens that count as 0
-    float norms[BLOCK_TOKENS];
+    float norms[BLOCK_TOKENS], factors[BLOCK_TOKENS];  // of the keys: what `tensor_rotate` leaves out over the norm
     __device__ __forceinline__ bool is_broken(int t) const { return broken[t / 32] >> t % 32 & 1; }
 };
 
@@ -37,37 +32,40 @@ __device__ __forceinline__ void note_broken(Block& shared, int t, const float (&
 // Rotation by tensor cores: a warp takes 16 tokens of one Hadamard block at a time.
 template <bool KEYS>
 __device__ __forceinline__ void fill_by_tensor_cores(
-    float* tile, const u8* numbers, int token_stride, int slice, const float2* equalizer, Block& shared) {
+    float* tile, const u8* numbers, int token_stride, const float2* equalizer, Block& shared) {
     using S = Side<KEYS>;
-    using Q = Quad<KEYS>;
+    using R = Rotated<KEYS>;
     constexpr int BLOCKS = S::DIM / S::HADAMARD;
-    constexpr float FACTOR = inverse_root(S::HADAMARD) / (KEYS && EQUAL ? TERMS_UNIT : 1.0f);
     const uint4* upper = reinterpret_cast<const uint4*>(equalizer);
     const uint2* lower = reinterpret_cast<const uint2*>(upper + S::DIM / 4);
-    const int tid = threadIdx.x % 4;
     for (int item = threadIdx.x / 32; item < BLOCK_TOKENS / 16 * BLOCKS; item += THREADS / 32) {
-        const int first = item % BLOCKS * S::HADAMARD, t = item / BLOCKS * 16 + threadIdx.x % 32 / 4;
-        float x[2][Q::NUMBERS];
-        tensor_rotate<KEYS>(
-            x, numbers + (i64)t * token_stride + first * ITEM, (i64)token_stride * 8, upper + first / 4, lower + first / 4);
+        const int first = item % BLOCKS * S::HADAMARD, first_token = item / BLOCKS * 16;
+        const u8* from = numbers + (i64)(first_token + threadIdx.x % 32 / 4) * token_stride + first * ITEM;
+        R rotated;
+        tensor_rotate<KEYS>(rotated, from, token_stride, upper + first / 4, lower + first / 4);
+        const int place = swizzle(R::token(0), first + R::pair_channel(0));
+        auto store_token = [&](int i, const float(&x)[R::NUMBERS]) {
+            float* row = tile + (first_token + R::token(i)) * S::PITCH;
 #pragma unroll
-        for (int row = 0; row < 2; row++) {
-            const int token = t + 8 * row;
-            if constexpr (KEYS && NORM != 0) {
-                divide_by_norm<false>(x[row], shared.norms[token], FACTOR);
-            } else if constexpr (KEYS) {
+            for (int j = 0; j < R::NUMBERS; j += 2)
+                *reinterpret_cast<float2*>(row + combine(place, swizzle(i % 2, R::first_channel(j / 2)))) =
+                    make_float2(x[j], x[j + 1]);
+        };
+        float factors[4];
 #pragma unroll
-                for (int i = 0; i < Q::NUMBERS; i++) x[row][i] *= FACTOR;
-                note_broken(shared, token, x[row]);
-            } else if (shared.is_broken(token)) {  // the factor comes with the scales
+        for (int i = 0; i < 4; i++) {
+            const int t = first_token + R::token(i);
+            factors[i] = KEYS ? shared.factors[t] : shared.is_broken(t) ? 0.0f : 1.0f;
 #pragma unroll
-                for (int i = 0; i < Q::NUMBERS; i++) x[row][i] = 0.0f;
-            }
+            for (int j = 0; KEYS && j < R::NUMBERS; j++) rotated.x[i][j] *= factors[i];  // else it comes with the scales
+            if constexpr (KEYS && NORM == 0) note_broken(shared, t, rotated.x[i]);
+            store_token(i, rotated.x[i]);
+        }
+        if (__builtin_expect(fminf(fminf(factors[0], factors[1]), fminf(factors[2], factors[3])) == 0.0f, 0)) {
+            const float zeros[R::NUMBERS] = {};  // even if the numbers were not finite
 #pragma unroll
-            for (int i = 0; i < Q::NUMBERS; i += 4) {
-                int channel = first + i / Q::RUN * Q::SPAN + tid * Q::RUN + i % Q::RUN;
-                store_four<KEYS>(tile, token, channel, slice, x[row] + i);
-            }
+            for (int i = 0; i < 4; i++)
+                if (factors[i] == 0.0f) store_token(i, zeros);
         }
     }
 }
@@ -109,12 +107,14 @@ __device__ __forceinline__ void fill_by_butterflies(
             for (int i = 0; i < 16; i++) x[i] = divide<S::EXACT>(x[i], e[i], r[i]);
         }
         if constexpr (S::ROTATE) rotate<KEYS>(x, part);
-        if constexpr (KEYS && NORM != 0) divide_by_norm<S::EXACT>(x, shared.norms[t], 1.0f);
+        if constexpr (KEYS && NORM != 0) divide_by_norm<S::EXACT>(x, shared.norms[t]);
         if constexpr (KEYS && NORM == 0) note_broken(shared, t, x);
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
-            int channel = first_channel<KEYS>(part) + (i & 7) + (i < 8 ? 0 : S::HADAMARD / 2);
-            store_four<KEYS>(tile, t, channel, slice, x + i);
+            int channel = first_channel<KEYS>(part) + (i & 7) + (i < 8 ? 0 : S::HADAMARD / 2) - slice * S::SLICE;
+            if (S::SLICES > 1 && (unsigned)channel >= (unsigned)S::SLICE) continue;
+            float4* to = reinterpret_cast<float4*>(tile + t * S::PITCH + swizzle(t, channel));
+            *to = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
         }
     }
 }
@@ -125,7 +125,7 @@ __device__ __forceinline__ void fill_tile(
     float* tile, const u8* numbers, int token_stride, int slice, const float2* equalizer, Block& shared) {
     using S = Side<KEYS>;
     if constexpr (S::TENSOR)
-        fill_by_tensor_cores<KEYS>(tile, numbers, token_stride, slice, equalizer, shared);
+        fill_by_tensor_cores<KEYS>(tile, numbers, token_stride, equalizer, shared);
     else
         fill_by_butterflies<KEYS>(tile, numbers, token_stride, slice, equalizer, shared);
     __syncthreads();

@@ -56,7 +56,6 @@ struct Side {
     static constexpr int LEVELS = (1 << BITS) - 1;
     static constexpr float HALF = 0.5f * LEVELS;
     static constexpr int HADAMARD = DIM & -DIM;
-    static constexpr bool TENSOR = ROTATE && !EXACT && DTYPE != DTYPE_F32 && HADAMARD <= 128;  // see tensor_rotate.cuh
     static constexpr int LANES = HADAMARD / 16;  // lanes that share a Hadamard block of a token
     static constexpr int PARTS = DIM / 16;       // lanes that share a token
     static constexpr int TILES = DIM / 16;       // channel tiles
@@ -66,10 +65,10 @@ struct Side {
 
     static constexpr int SLICE = KEYS ? KSLICE : VSLICE;
     static constexpr int SLICES = DIM / SLICE;
-    // The pitch keeps the reads of step 4 off each other's banks: pairs of channels by 8 tokens for keys, and single
-    // numbers of 4 pairs of tokens by 8 channels for values.
+    static constexpr bool TENSOR =  // see tensor_rotate.cuh
+        ROTATE && !EXACT && DTYPE != DTYPE_F32 && HADAMARD <= 128 && SLICES == 1;
     static constexpr float UNIT = !KEYS && TENSOR ? inverse_root(HADAMARD) : 1.0f;  // of the numbers in the tile
-    static constexpr int PITCH = SLICE + (KEYS ? 8 : 4);
+    static constexpr int PITCH = (SLICE + 31) / 32 * 32;  // of the tile, see `swizzle`
     static constexpr int BYTES = GROUPS * 16 + BLOCK_TOKENS * PITCH * 4 + (KEYS && EQUAL ? KD * 8 : 0);
     static_assert(BITS == 16 || BYTES <= SHARED, "shared memory");
     static_assert(DIM % SLICE == 0 && SLICE % 16 == 0 && (KEYS || SLICE % GROUP == 0 || BITS == 16), "slices");
@@ -126,18 +125,18 @@ __device__ __forceinline__ float divide(float x, float y, float r) {
     return EXACT ? fmaf(fmaf(-q, y, x), r, q) : q;
 }
 
-// keys * factor / norm (EXACT: the factor is 1); 0 where the norm is zero or not finite
-template <bool EXACT, int N>
-__device__ __forceinline__ void divide_by_norm(float (&x)[N], float norm, float factor) {
+// keys / norm; 0 where the norm is zero or not finite
+template <bool EXACT>
+__device__ __forceinline__ void divide_by_norm(float (&x)[16], float norm) {
     if (__builtin_expect(!(norm > 1e-30f && norm < 1e30f), 0)) {
         // not usable, or too near the ends of float32 to have a reciprocal
         bool usable = norm > 0.0f && is_finite(norm);
-        float power = norm < 1.0f ? 1.2676506e30f : 7.8886091e-31f;  // 2^100, 2^-100
-        norm = usable ? norm * power : 1.0f;
+        float factor = norm < 1.0f ? 1.2676506e30f : 7.8886091e-31f;  // 2^100, 2^-100
+        norm = usable ? norm * factor : 1.0f;
 #pragma unroll
-        for (int i = 0; i < N; i++) x[i] = usable ? x[i] * power : 0.0f;
+        for (int i = 0; i < 16; i++) x[i] = usable ? x[i] * factor : 0.0f;
     }
-    float reciprocal = factor / norm;
+    float reciprocal = 1.0f / norm;
 #pragma unroll
-    for (int i = 0; i < N; i++) x[i] = divide<EXACT>(x[i], norm, reciprocal);
+    for (int i = 0; i < 16; i++) x[i] = divide<EXACT>(x[i], norm, reciprocal);
 }
