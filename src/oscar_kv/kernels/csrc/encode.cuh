@@ -40,6 +40,9 @@ __device__ __forceinline__ void prepare_equalizer(float2* to, const float* equal
 template <bool KEYS>
 __device__ __forceinline__ void encode_side(const Args& a, int row, int head, int block) {
     using S = Side<KEYS>;
+    // values of sinks, and keys that are not finite and have no norm to say so
+    constexpr bool ZERO = KEYS ? NORM == 0 : !S::TENSOR;
+    __builtin_assume(threadIdx.x < THREADS);
     extern __shared__ float4 dynamic[];
     __shared__ Block shared;
     float4* grids = dynamic;                                 // (GROUPS)
@@ -61,20 +64,25 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
             reinterpret_cast<uint4*>(record + S::CODES)[i] = *reinterpret_cast<const uint4*>(from);
         }
     } else {
-        constexpr int LINES = (S::DIM * ITEM + 127) / 128;
-        for (int i = thread; i < BLOCK_TOKENS * LINES; i += THREADS)
-            prefetch(numbers + (i64)(i / LINES) * token_stride + i % LINES * 128);
+        Pairs<KEYS> pairs;
+        if constexpr (S::TENSOR) {
+            Items<KEYS>::load(pairs, numbers, token_stride, thread / 32);
+        } else {
+            constexpr int LINES = (S::DIM * ITEM + 127) / 128;
+            for (int i = thread; i < BLOCK_TOKENS * LINES; i += THREADS)
+                prefetch(numbers + (i64)(i / LINES) * token_stride + i % LINES * 128);
+        }
         if (thread < BLOCK_TOKENS) {
-            bool out = place == 0 && thread < a.num_sinks;
             constexpr float FACTOR = inverse_root(S::HADAMARD) / (EQUAL ? TERMS_UNIT : 1.0f);
-            shared.factors[thread] = FACTOR;
+            bool out = place == 0 && thread < a.num_sinks;
+            float norm = 1.0f;
             if constexpr (KEYS && NORM != 0) {
                 const u16* from = a.norms + row * a.norm_row + place * a.norm_block + (SCOPE ? head * BLOCK_TOKENS : 0);
-                shared.norms[thread] = bf16_to_float(from[norm_order(thread)]);
-                const float norm = shared.norms[thread];
-                shared.factors[thread] = norm > 0.0f && is_finite(norm) ? fminf(FACTOR / norm, 3e38f) : 0.0f;
+                norm = bf16_to_float(from[norm_order(thread)]);
                 out |= !is_finite(norm);
             }
+            if constexpr (S::TENSOR) norm = norm > 0.0f && is_finite(norm) ? fminf(FACTOR / norm, 3e38f) : 0.0f;
+            shared.norms[thread] = norm;
             u32 mask = __ballot_sync(ALL_LANES, out);
             if (thread % 32 == 0) shared.excluded[thread / 32] = mask, shared.broken[thread / 32] = KEYS ? 0 : mask;
             if (thread == 0) shared.largest = 0;
@@ -85,7 +93,12 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
         float own = 0.0f;
         for (int slice = 0; slice < S::SLICES; slice++) {
             if (slice) __syncthreads();  // the tile has been read
-            fill_tile<KEYS>(tile, numbers, token_stride, slice, equalizer, shared);
+            if constexpr (S::TENSOR)
+                fill_by_tensor_cores<KEYS>(tile, numbers, token_stride, pairs, equalizer, shared);
+            else
+                fill_by_butterflies<KEYS>(tile, numbers, token_stride, slice, equalizer, shared);
+            __syncthreads();
+            if constexpr (ZERO) zero_broken<KEYS>(tile, shared);
             if (KEYS && NORM == 0 && slice == 0) {
                 if (thread < 4) shared.excluded[thread] |= shared.broken[thread];
                 __syncthreads();
@@ -101,7 +114,9 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
         for (int slice = 0; slice < S::SLICES; slice++) {
             if (S::SLICES > 1) {  // the tile held the last slice
                 if (slice) __syncthreads();
-                fill_tile<KEYS>(tile, numbers, token_stride, slice, equalizer, shared);
+                fill_by_butterflies<KEYS>(tile, numbers, token_stride, slice, equalizer, shared);
+                __syncthreads();
+                if constexpr (ZERO) zero_broken<KEYS>(tile, shared);
             }
             for (int i = thread; i < S::SLICE / 16 * 32; i += THREADS)
                 quantize_lane<KEYS>(tile, grids, i / 32, slice, i % 32, record + S::CODES);

@@ -66,33 +66,38 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u
 #undef MMA
 }
 
-// Channels of a lane in one Hadamard block of one token, as pairs
+// Channels that a lane multiplies of one Hadamard block, as pairs: of tokens gid and gid + 8. `numbers` is the block of the
+// first of 16 tokens.
 template <bool KEYS>
-__device__ __forceinline__ void load_runs(u32 (&pairs)[Side<KEYS>::HADAMARD / 8], const u8* numbers) {
-    using R = Rotated<KEYS>;
-#pragma unroll
-    for (int i = 0; i < R::HADAMARD / R::SPAN; i++) {
-        const u8* from = numbers + (i * R::SPAN + threadIdx.x % 4 * R::RUN) * ITEM;
-        if constexpr (R::RUN == 8) {
-            uint4 four = *reinterpret_cast<const uint4*>(from);
-            pairs[4 * i] = four.x, pairs[4 * i + 1] = four.y, pairs[4 * i + 2] = four.z, pairs[4 * i + 3] = four.w;
-        } else {
-            uint2 two = *reinterpret_cast<const uint2*>(from);
-            pairs[2 * i] = two.x, pairs[2 * i + 1] = two.y;
-        }
-    }
-}
+struct Pairs {
+    u32 of[2][Side<KEYS>::HADAMARD / 8];
 
-// Rotate a Hadamard block of 16 tokens, up to the factor of the matrix and TERMS_UNIT. `numbers` is the block of token
-// gid, `upper` and `lower` are its equalizer.
+    __device__ __forceinline__ void load(const u8* numbers, int token_stride) {
+        using R = Rotated<KEYS>;
+        numbers += (i64)(threadIdx.x % 32 / 4) * token_stride + threadIdx.x % 4 * R::RUN * ITEM;
+#pragma unroll
+        for (int half = 0; half < 2; half++, numbers += (i64)8 * token_stride)
+#pragma unroll
+            for (int i = 0; i < R::HADAMARD / R::SPAN; i++) {
+                u32* to = of[half] + i * R::RUN / 2;
+                if constexpr (R::RUN == 8) {
+                    uint4 four = *reinterpret_cast<const uint4*>(numbers + i * R::SPAN * ITEM);
+                    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+                } else {
+                    uint2 two = *reinterpret_cast<const uint2*>(numbers + i * R::SPAN * ITEM);
+                    to[0] = two.x, to[1] = two.y;
+                }
+            }
+    }
+};
+
+// Rotate a Hadamard block of 16 tokens, up to the factor of the matrix and TERMS_UNIT; `upper` and `lower` are its
+// equalizer.
 template <bool KEYS>
 __device__ __forceinline__ void tensor_rotate(
-    Rotated<KEYS>& to, const u8* numbers, int token_stride, const uint4* upper, const uint2* lower) {
+    Rotated<KEYS>& to, const Pairs<KEYS>& pairs, const uint4* upper, const uint2* lower) {
     using R = Rotated<KEYS>;
     const int gid = threadIdx.x % 32 / 4, tid = threadIdx.x % 4;
-    u32 pairs[2][R::HADAMARD / 8];
-    load_runs<KEYS>(pairs[0], numbers);
-    load_runs<KEYS>(pairs[1], numbers + (i64)token_stride * 8);
 
     // Signs of the matrix as left operand: rows n = gid and gid + 8, columns k = 2 tid, 2 tid + 1 and these + 8. Bits of
     // k are channel bits (0, tid, 1), bits of n (1, tid, 0), and the entry is -1 where an odd number of them are common.
@@ -119,9 +124,9 @@ __device__ __forceinline__ void tensor_rotate(
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (term == 0)
-                    multiply_add<true>(c[half], a, pairs[half][i], pairs[half][i + 1]);
+                    multiply_add<true>(c[half], a, pairs.of[half][i], pairs.of[half][i + 1]);
                 else
-                    multiply_add<false>(c[half], a, pairs[half][i], pairs[half][i + 1]);
+                    multiply_add<false>(c[half], a, pairs.of[half][i], pairs.of[half][i + 1]);
             }
         }
 #pragma unroll

@@ -13,10 +13,10 @@ __host__ __device__ constexpr int swizzle(int t, int c) {
 // place ^ offset where place has no bits of offset above the lowest 5: the upper bits become part of the instruction.
 __device__ __forceinline__ int combine(int place, int offset) { return (place ^ (offset & 31)) + (offset & ~31); }
 
-// What lies in shared memory for all threads: of the keys or values of one block
+// What lies in shared memory for all threads, of the keys or values of one block
 struct Block {
     u32 excluded[4], broken[4], largest;  // tokens out of the statistics, tokens that count as 0
-    float norms[BLOCK_TOKENS], factors[BLOCK_TOKENS];  // of the keys: what `tensor_rotate` leaves out over the norm
+    float norms[BLOCK_TOKENS];            // for tensor cores: what `tensor_rotate` leaves out, over the norm
     __device__ __forceinline__ bool is_broken(int t) const { return broken[t / 32] >> t % 32 & 1; }
 };
 
@@ -29,20 +29,32 @@ __device__ __forceinline__ void note_broken(Block& shared, int t, const float (&
     if (zero != 0.0f) atomicOr(&shared.broken[t / 32], 1u << t % 32);  // NaN: one of them is not finite
 }
 
-// Rotation by tensor cores: a warp takes 16 tokens of one Hadamard block at a time.
+// Rotation by tensor cores: a warp takes 16 tokens of one Hadamard block at a time, its items. The numbers of the next
+// item are on their way while it works on one.
+template <bool KEYS>
+struct Items {
+    using S = Side<KEYS>;
+    static constexpr int BLOCKS = S::DIM / S::HADAMARD, END = BLOCK_TOKENS / 16 * BLOCKS;
+    static __device__ __forceinline__ int token(int item) { return item / BLOCKS * 16; }
+    static __device__ __forceinline__ int channel(int item) { return item % BLOCKS * S::HADAMARD; }
+
+    static __device__ __forceinline__ void load(Pairs<KEYS>& pairs, const u8* numbers, int token_stride, int item) {
+        if (item < END) pairs.load(numbers + (i64)token(item) * token_stride + channel(item) * ITEM, token_stride);
+    }
+};
+
 template <bool KEYS>
 __device__ __forceinline__ void fill_by_tensor_cores(
-    float* tile, const u8* numbers, int token_stride, const float2* equalizer, Block& shared) {
+    float* tile, const u8* numbers, int token_stride, Pairs<KEYS>& pairs, const float2* equalizer, Block& shared) {
     using S = Side<KEYS>;
     using R = Rotated<KEYS>;
-    constexpr int BLOCKS = S::DIM / S::HADAMARD;
     const uint4* upper = reinterpret_cast<const uint4*>(equalizer);
     const uint2* lower = reinterpret_cast<const uint2*>(upper + S::DIM / 4);
-    for (int item = threadIdx.x / 32; item < BLOCK_TOKENS / 16 * BLOCKS; item += THREADS / 32) {
-        const int first = item % BLOCKS * S::HADAMARD, first_token = item / BLOCKS * 16;
-        const u8* from = numbers + (i64)(first_token + threadIdx.x % 32 / 4) * token_stride + first * ITEM;
+    for (int item = threadIdx.x / 32; item < Items<KEYS>::END; item += THREADS / 32) {
+        const int first = Items<KEYS>::channel(item), first_token = Items<KEYS>::token(item);
         R rotated;
-        tensor_rotate<KEYS>(rotated, from, token_stride, upper + first / 4, lower + first / 4);
+        tensor_rotate<KEYS>(rotated, pairs, upper + first / 4, lower + first / 4);
+        Items<KEYS>::load(pairs, numbers, token_stride, item + THREADS / 32);
         const int place = swizzle(R::token(0), first + R::pair_channel(0));
         auto store_token = [&](int i, const float(&x)[R::NUMBERS]) {
             float* row = tile + (first_token + R::token(i)) * S::PITCH;
@@ -55,7 +67,7 @@ __device__ __forceinline__ void fill_by_tensor_cores(
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int t = first_token + R::token(i);
-            factors[i] = KEYS ? shared.factors[t] : shared.is_broken(t) ? 0.0f : 1.0f;
+            factors[i] = KEYS ? shared.norms[t] : shared.is_broken(t) ? 0.0f : 1.0f;
 #pragma unroll
             for (int j = 0; KEYS && j < R::NUMBERS; j++) rotated.x[i][j] *= factors[i];  // else it comes with the scales
             if constexpr (KEYS && NORM == 0) note_broken(shared, t, rotated.x[i]);
@@ -119,21 +131,12 @@ __device__ __forceinline__ void fill_by_butterflies(
     }
 }
 
-// Fill the tile, float32 (128, PITCH), with channels SLICE * slice on; `numbers` is the head's first token of the block.
+// Zero the tokens that count as 0.
 template <bool KEYS>
-__device__ __forceinline__ void fill_tile(
-    float* tile, const u8* numbers, int token_stride, int slice, const float2* equalizer, Block& shared) {
+__device__ __forceinline__ void zero_broken(float* tile, const Block& shared) {
     using S = Side<KEYS>;
-    if constexpr (S::TENSOR)
-        fill_by_tensor_cores<KEYS>(tile, numbers, token_stride, equalizer, shared);
-    else
-        fill_by_butterflies<KEYS>(tile, numbers, token_stride, slice, equalizer, shared);
+    if (!(shared.broken[0] | shared.broken[1] | shared.broken[2] | shared.broken[3])) return;
+    for (int i = threadIdx.x; i < BLOCK_TOKENS * S::PITCH; i += THREADS)
+        if (shared.is_broken(i / S::PITCH)) tile[i] = 0.0f;
     __syncthreads();
-    if constexpr (KEYS ? NORM == 0 : !S::TENSOR) {  // values of sinks, and keys that are not finite and have no norm
-        if (shared.broken[0] | shared.broken[1] | shared.broken[2] | shared.broken[3]) {
-            for (int i = threadIdx.x; i < BLOCK_TOKENS * S::PITCH; i += THREADS)
-                if (shared.is_broken(i / S::PITCH)) tile[i] = 0.0f;
-            __syncthreads();
-        }
-    }
 }
