@@ -191,9 +191,10 @@ def _encode_blocks(
     if norms is not None:
         grid = (most * BLOCK_TOKENS // _NORM_TOKENS, norms.shape[2], rows)
         launch(kernel("encode.cu", "token_norms", flags, device), grid, _NORM_THREADS, 0, (bytes(args),), device)
-    grid = (2 * most, heads, rows)
+    grid = (2 * heads, most, rows)
     threads, shared = int(flags["THREADS"]), int(flags["SHARED"])
-    launch(kernel("encode.cu", "encode_blocks", flags, device), grid, threads, shared, (bytes(args),), device)
+    pack = kernel("encode.cu", "encode_blocks", flags, device)
+    launch(pack, grid, threads, shared, (bytes(args),), device, dependent=norms is not None)
 
 
 def start_rows(

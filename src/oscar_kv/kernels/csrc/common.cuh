@@ -112,6 +112,32 @@ __device__ __forceinline__ float2 store_metadata(u8* scales, u8* centers, int in
     }
 }
 
+// 16 or 8 bytes that are read once: they leave the caches first.
+__device__ __forceinline__ uint4 stream16(const u8* from) {
+    uint4 x;
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
+}
+
+__device__ __forceinline__ uint2 stream8(const u8* from) {
+    uint2 x;
+    asm volatile("ld.global.cs.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+    return x;
+}
+
+// Where a kernel may start before the one in front has ended: wait for that one, and let the next one start.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // 8 consecutive numbers, 16-byte aligned.
 template <int TYPE>
 __device__ __forceinline__ void load_elements(float* x, const u8* numbers) {

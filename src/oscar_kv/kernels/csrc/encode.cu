@@ -1,4 +1,5 @@
-// Kernels that pack blocks: see encode.cuh.
+// Kernels that pack blocks: see encode.cuh. The first launch goes from the first block to the last, the second one back,
+// and so finds the keys of many blocks in L2. It starts while the first one ends.
 
 #include "encode.cuh"
 #include "start.cuh"
@@ -8,19 +9,22 @@ extern "C" __global__ void __launch_bounds__(256) start_rows(const __grid_consta
     if (a.counts[blockIdx.y] && a.places[blockIdx.y] == 0) start_row(a, blockIdx.y, blockIdx.x);
 }
 
-// Grid (2 * most blocks, heads, rows): keys and values alternate, so that each multiprocessor has some of both.
+// Grid (2 * heads, most blocks, rows): keys and values alternate, so that each multiprocessor has some of both.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) encode_blocks(const __grid_constant__ Args a) {
-    const int block = blockIdx.x / 2, head = blockIdx.y, row = blockIdx.z;
-    if (block >= a.counts[row]) return;
-    if (blockIdx.x % 2 == 0)
-        encode_side<true>(a, row, head, block);
-    else
-        encode_side<false>(a, row, head, block);
+    const int head = blockIdx.x / 2, block = gridDim.y - 1 - blockIdx.y, row = gridDim.z - 1 - blockIdx.z;
+    if (block < a.counts[row]) {
+        if (blockIdx.x % 2 == 0)
+            encode_side<true>(a, row, head, block);
+        else
+            encode_side<false>(a, row, head, block);
+    }
+    wait_for_previous_kernel();  // what follows this kernel also follows token_norms
 }
 
 // Grid (4 * most blocks, 1 or heads, rows), 256 threads: 32 tokens a CTA, over all heads or for one.
 extern "C" __global__ void __launch_bounds__(256) token_norms(const __grid_constant__ Args a) {
     constexpr int CTAS_PER_BLOCK = BLOCK_TOKENS / NORM_TOKENS;
+    let_next_kernel_start();
     const int block = blockIdx.x / CTAS_PER_BLOCK, row = blockIdx.z;
     if (block >= a.counts[row]) return;
     const int first_token = blockIdx.x % CTAS_PER_BLOCK * NORM_TOKENS;

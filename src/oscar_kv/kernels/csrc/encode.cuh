@@ -77,6 +77,7 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
             bool out = place == 0 && thread < a.num_sinks;
             float norm = 1.0f;
             if constexpr (KEYS && NORM != 0) {
+                wait_for_previous_kernel();  // token_norms
                 const u16* from = a.norms + row * a.norm_row + place * a.norm_block + (SCOPE ? head * BLOCK_TOKENS : 0);
                 norm = bf16_to_float(from[norm_order(thread)]);
                 out |= !is_finite(norm);

@@ -81,10 +81,10 @@ struct Pairs {
             for (int i = 0; i < R::HADAMARD / R::SPAN; i++) {
                 u32* to = of[half] + i * R::RUN / 2;
                 if constexpr (R::RUN == 8) {
-                    uint4 four = *reinterpret_cast<const uint4*>(numbers + i * R::SPAN * ITEM);
+                    uint4 four = stream16(numbers + i * R::SPAN * ITEM);
                     to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
                 } else {
-                    uint2 two = *reinterpret_cast<const uint2*>(numbers + i * R::SPAN * ITEM);
+                    uint2 two = stream8(numbers + i * R::SPAN * ITEM);
                     to[0] = two.x, to[1] = two.y;
                 }
             }
