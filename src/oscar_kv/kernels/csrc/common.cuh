@@ -30,11 +30,17 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     return c;
 }
 
-// 1 / x to the last bit or so; 0 where that is below 2^-126
-__device__ __forceinline__ float fast_reciprocal(float x) {
+// 1 / x to 22 bits or so; 0 where that is below 2^-126
+__device__ __forceinline__ float coarse_reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// 1 / x of finite x, to the last bit but for rare cases
+__device__ __forceinline__ float fast_reciprocal(float x) {
+    float y = coarse_reciprocal(x);
+    return fmaf(fmaf(-y, x, 1.0f), y, y);
 }
 
 __device__ __forceinline__ u32 warp_max(u32 x) {

@@ -2,18 +2,19 @@
 //
 // norms_of_tokens  reads keys and writes the norms of their tokens.
 // encode_side      packs one block of one KV head and side (keys or values):
-//                  1. transform   global -> registers: equalize, rotate by butterflies, divide by the norm
-//                                 -> tile, float32 (128, SLICE) in shared memory
-//                  2. fit         one thread per group (two where it is longer than 64): scale and center
-//                  3. round       scale and center to their storage format, relative to the record's unit
-//                  4. quantize    each thread builds whole words of the record: 16 channels or rows by 128 tokens,
-//                                 read from the tile in fragment order, stored as 16 coalesced bytes per lane
+//                  1. fill the tile  global -> registers: equalize, rotate, divide by the norm -> float32 (128, SLICE)
+//                                    in shared memory (tile.cuh; tensor_rotate.cuh or butterflies in transform.cuh)
+//                  2. fit            one thread per group: scale and center (fit.cuh)
+//                  3. round          scale and center as they are stored, relative to the record's unit (quantize.cuh)
+//                  4. quantize       each thread builds whole words of the record, read from the tile in fragment
+//                                    order and stored as 16 coalesced bytes per lane
 //
 // Both use shared memory: a CTA that calls them again waits for all its threads first (__syncthreads).
 //
-// All arithmetic is that of the reference, operation by operation (compile with -fmad=false), so that the bytes are
-// equal where no sum comes in. Sums (of norms, of least squares) are taken in another order; what follows them may be
-// off by a rounding error, which tips a code in a million. See Side::EXACT.
+// Where no sum comes in the arithmetic is that of the reference, operation by operation (compile with -fmad=false), so
+// that the bytes are equal. Else sums (of rotations, of norms, of least squares) are taken in another order and products
+// with reciprocals stand for divisions: what follows may be off by a rounding error, which tips a code in a million. See
+// Side::EXACT.
 //
 // Defines. Of each side X = K, V: XD head dimension, XBITS, XGROUP, ROTX, XFIT (0 min/max, 1 least squares),
 // XSTEP (shrink / levels as float32), XSLICE (channels in shared memory at a time). DTYPE, META: see common.cuh.
@@ -45,8 +46,8 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
     __builtin_assume(threadIdx.x < THREADS);
     extern __shared__ float4 dynamic[];
     __shared__ Block shared;
-    float4* grids = dynamic;                                 // (GROUPS)
-    float* tile = reinterpret_cast<float*>(dynamic + S::GROUPS);  // (128, PITCH)
+    float4* grids = dynamic;                                                        // (GROUPS)
+    float* tile = reinterpret_cast<float*>(dynamic + S::GROUPS);                    // (128, PITCH)
     float2* equalizer = reinterpret_cast<float2*>(tile + BLOCK_TOKENS * S::PITCH);  // (KD)
 
     const int thread = threadIdx.x, place = a.places[row] + block, token_stride = KEYS ? a.key_token : a.value_token;
@@ -82,7 +83,8 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
                 norm = bf16_to_float(from[norm_order(thread)]);
                 out |= !is_finite(norm);
             }
-            if constexpr (S::TENSOR) norm = norm > 0.0f && is_finite(norm) ? fminf(FACTOR / norm, 3e38f) : 0.0f;
+            if constexpr (S::TENSOR)  // of a subnormal norm there is no reciprocal
+                norm = norm > 0.0f && is_finite(norm) ? fminf(FACTOR / norm, 3e38f) : 0.0f;
             shared.norms[thread] = norm;
             u32 mask = __ballot_sync(ALL_LANES, out);
             if (thread % 32 == 0) shared.excluded[thread / 32] = mask, shared.broken[thread / 32] = KEYS ? 0 : mask;
@@ -149,8 +151,8 @@ __device__ __forceinline__ void norms_of_tokens(
                 load_elements<DTYPE_F32>(divisor, reinterpret_cast<const u8*>(e));
                 load_elements<DTYPE_F32>(divisor + 8, reinterpret_cast<const u8*>(e + Side<true>::HADAMARD / 2));
 #pragma unroll
-                for (int i = 0; i < 16; i++)  // the sum of squares rounds more coarsely than a fast division
-                    x[i] = NORM == 1 ? x[i] * fast_reciprocal(divisor[i]) : x[i] / divisor[i];
+                for (int i = 0; i < 16; i++)  // a sum of squares rounds more coarsely
+                    x[i] = NORM == 1 ? x[i] * coarse_reciprocal(divisor[i]) : x[i] / divisor[i];
             }
             if constexpr (NORM != 1 && ROTK) rotate<true>(x, part);  // which keeps the l2 norm
 #pragma unroll

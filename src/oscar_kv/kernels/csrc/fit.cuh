@@ -53,16 +53,15 @@ __device__ __forceinline__ void sum_codes(
     if constexpr (!S::EXACT) q1 = sums.codes(), q2 = sums.squares();
 }
 
-// Least squares from the given center (x) and scale (y) on. Where codes must be exact, the sums are of differences from
-// the first center, which overwrite x.
+// Least squares from the given center (x) and scale (y) on. Overwrites x by its difference from the first center.
 template <bool KEYS>
 __device__ __forceinline__ float2 refine(float (&x)[Side<KEYS>::PART], float count, float2 grid) {
     using S = Side<KEYS>;
-    const float base = S::EXACT ? grid.x : 0.0f;
+    const float base = grid.x;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < S::PART; i++) {
-        if constexpr (S::EXACT) x[i] -= base;
+        x[i] -= base;
         sum += KEYS && x[i] != x[i] ? 0.0f : x[i];  // NaN marks what is left out of a group of keys
     }
     sum = add_partner<S::SPLIT>(sum);
@@ -75,7 +74,7 @@ __device__ __forceinline__ float2 refine(float (&x)[Side<KEYS>::PART], float cou
         float mean = q1 / count, variance = q2 - q1 * mean;
         if (variance > 0.0f) {  // else one code for the whole group: nothing to refit
             float covariance = qx - mean * sum;
-            grid.y = S::EXACT ? covariance / variance : covariance * fast_reciprocal(variance);
+            grid.y = S::EXACT ? covariance / variance : divide<true>(covariance, variance, fast_reciprocal(variance));
             grid.x = base + (sum / count - grid.y * (mean - S::HALF));
         }
     }

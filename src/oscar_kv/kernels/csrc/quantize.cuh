@@ -1,5 +1,4 @@
-// Scales and centers as they are stored, and the codes: each thread builds whole words of the record, 16 channels or
-// rows by 128 tokens, read from the tile in fragment order.
+// Scales and centers as they are stored, and the codes in the order of the record.
 #pragma once
 #include "fit.cuh"
 
@@ -35,7 +34,7 @@ __device__ __forceinline__ void round_grids(float4* grids, u8* record, int expon
         if constexpr (S::EXACT) {
             grids[i] = make_float4(center, scale >= TINY ? 1.0f / scale : 0.0f, scale, 0.0f);
         } else {
-            float per_level = scale >= TINY ? fast_reciprocal(scale * S::LEVELS) : 0.0f;
+            float per_level = scale >= TINY ? fast_reciprocal(scale) * (1.0f / S::LEVELS) : 0.0f;
             *reinterpret_cast<float2*>(grids + i) = make_float2(0.5f - center * per_level, per_level * S::UNIT);
         }
     }

@@ -118,12 +118,12 @@ __device__ __forceinline__ void tensor_rotate(
         }
         float c[2][4];
 #pragma unroll
-        for (int term = 0; term < COUNT; term++) {
+        for (int term = COUNT - 1; term >= 0; term--) {  // small ones first
             const u32 a[4] = {factor[term][0] ^ signs[0], factor[term][0] ^ signs[1], factor[term][1] ^ signs[2],
                               factor[term][1] ^ signs[3]};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if (term == 0)
+                if (term == COUNT - 1)
                     multiply_add<true>(c[half], a, pairs.of[half][i], pairs.of[half][i + 1]);
                 else
                     multiply_add<false>(c[half], a, pairs.of[half][i], pairs.of[half][i + 1]);
