@@ -44,6 +44,10 @@ CASES = {
     "lstsq-unrotated": (replace(DEFAULT, rotate_values=False, value_group=16), 64, 64, torch.bfloat16),
     "max-per-head": (replace(DEFAULT, token_norm="max", scale_scope="head"), 128, 128, torch.bfloat16),
     "mean-abs": (replace(DEFAULT, token_norm="mean_abs", rotate_keys=False), 256, 128, torch.float32),
+    **{f"sums-D{k}-{v}-{t}".replace("torch.", ""): (DEFAULT, k, v, t)
+       for k, v, t in ((64, 32, torch.bfloat16), (80, 112, torch.float16), (192, 96, torch.float16),
+                       (256, 256, torch.bfloat16), (128, 128, torch.float32))},
+    "sums-no-norm": (replace(DEFAULT, token_norm=None, key_fit="lstsq"), 128, 128, torch.bfloat16),
     "l2-per-head-bf16": (replace(DEFAULT, scale_scope="head", metadata="bfloat16"), 80, 48, torch.bfloat16),
 }  # fmt: skip
 

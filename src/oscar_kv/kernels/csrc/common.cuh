@@ -121,7 +121,9 @@ __device__ __forceinline__ float2 store_metadata(u8* scales, u8* centers, int in
 // 16 or 8 bytes that are read once: they leave the caches first.
 __device__ __forceinline__ uint4 stream16(const u8* from) {
     uint4 x;
-    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from));
     return x;
 }
 

@@ -1,5 +1,5 @@
-// Kernels that pack blocks: see encode.cuh. The first launch goes from the first block to the last, the second one back,
-// and so finds the keys of many blocks in L2. It starts while the first one ends.
+// Kernels that pack blocks: see encode.cuh. token_norms goes from the first block to the last, encode_blocks back, and
+// so it finds the keys of many blocks in L2. It starts while token_norms ends.
 
 #include "encode.cuh"
 #include "start.cuh"

@@ -11,10 +11,10 @@
 //
 // Both use shared memory: a CTA that calls them again waits for all its threads first (__syncthreads).
 //
-// Where no sum comes in the arithmetic is that of the reference, operation by operation (compile with -fmad=false), so
-// that the bytes are equal. Else sums (of rotations, of norms, of least squares) are taken in another order and products
-// with reciprocals stand for divisions: what follows may be off by a rounding error, which tips a code in a million. See
-// Side::EXACT.
+// Where no sum comes in the arithmetic is that of the reference, operation by operation (compile with -fmad=false),
+// so that the bytes are equal. Else sums (of rotations, of norms, of least squares) are taken in another order and
+// products with reciprocals stand for divisions: what follows may be off by a rounding error, which tips a code in a
+// million. See Side::EXACT.
 //
 // Defines. Of each side X = K, V: XD head dimension, XBITS, XGROUP, ROTX, XFIT (0 min/max, 1 least squares),
 // XSTEP (shrink / levels as float32), XSLICE (channels in shared memory at a time). DTYPE, META: see common.cuh.

@@ -18,7 +18,8 @@ struct CodeSums {
     using S = Side<KEYS>;
     static constexpr u32 OFFSET = S::BITS == 2 ? 1 << 9 : S::BITS == 3 ? 1 << 11 : 1 << 13;
     static constexpr u32 MAGIC = TO_INTEGER + OFFSET;
-    static_assert(S::BITS > 4 || (S::PART * S::LEVELS * S::LEVELS < 2 * OFFSET && S::PART * S::LEVELS < (1 << 23) / OFFSET));
+    static constexpr int MOST = S::PART * S::LEVELS;  // the sum of codes; MOST * LEVELS that of squares
+    static_assert(S::EXACT || (MOST * S::LEVELS < 2 * OFFSET && MOST < (1 << 23) / OFFSET), "sums overlap");
     u32 sum = 0 - S::PART * MAGIC * MAGIC;
 
     __device__ __forceinline__ void add(u32 bits) { sum += bits * bits; }

@@ -1,7 +1,7 @@
 // The rotation on tensor cores, for 16-bit numbers where a sum in another order does no harm (see Side::TENSOR).
 //
-// A Hadamard matrix of size n is one of size 16 applied to any four bits of the channel and one of size n / 16 applied to
-// the others. A warp takes 16 tokens: for channel bits 0 and 1 and the two in which the lanes of a quad differ it
+// A Hadamard matrix of size n is one of size 16 applied to any four bits of the channel and one of size n / 16 applied
+// to the others. A warp takes 16 tokens: for channel bits 0 and 1 and the two in which the lanes of a quad differ it
 // multiplies by the matrix of size 16, whose entries are signs; for the other bits a lane has all numbers itself and
 // does butterflies. The equalizer is a factor of the matrix, as a sum of numbers of the model's format; products and
 // sums are float32.
@@ -9,7 +9,8 @@
 #include "transform.cuh"
 
 // Lane tid of a quad loads RUN channels side by side, the quad SPAN, and the lanes multiply 4 of each at a time, from
-// first_channel(i) on. Of the 16 results of a token a lane gets two: channel pair_channel(i) and the next.
+// first_channel(i) on. Of the 16 results of a token a lane gets two: channel first_channel(i) + lane_channel() and the
+// next.
 template <bool KEYS>
 struct Rotated {
     static constexpr int HADAMARD = Side<KEYS>::HADAMARD;
@@ -20,9 +21,9 @@ struct Rotated {
 
     static __device__ __forceinline__ int token(int i) { return 2 * (threadIdx.x % 4) + i % 2 + 8 * (i / 2); }
     static __device__ __forceinline__ int first_channel(int i) { return 4 * i / RUN * SPAN + 4 * i % RUN; }
-    static __device__ __forceinline__ int pair_channel(int i) {
+    static __device__ __forceinline__ int lane_channel() {
         const int gid = threadIdx.x % 32 / 4;
-        return first_channel(i) + gid / 2 * RUN + gid % 2 * 2;
+        return gid / 2 * RUN + gid % 2 * 2;
     }
 };
 
@@ -36,8 +37,8 @@ __device__ __forceinline__ float from_model(u16 bits) {
     return DTYPE == DTYPE_BF16 ? bf16_to_float(bits) : f16_to_float(bits);
 }
 
-// Reciprocal of the equalizer of a channel -> its terms. `upper` (KD / 4) holds pairs of channels of the first and of the
-// second term, `lower` (KD / 4) of the third.
+// Reciprocal of the equalizer of a channel -> its terms. `upper` (KD / 4) holds the first terms of 4 channels and the
+// second ones, `lower` (KD / 4) the third.
 __device__ __forceinline__ void split_equalizer(float equalizer, int channel, uint4* upper, uint2* lower) {
     u16* to = reinterpret_cast<u16*>(upper) + channel / 4 * 8 + channel % 4;
     float rest = TERMS_UNIT * fast_reciprocal(equalizer);
@@ -66,8 +67,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u
 #undef MMA
 }
 
-// Channels that a lane multiplies of one Hadamard block, as pairs: of tokens gid and gid + 8. `numbers` is the block of the
-// first of 16 tokens.
+// Channels that a lane multiplies of one Hadamard block, as pairs: of tokens gid and gid + 8. `numbers` is the block of
+// the first of 16 tokens.
 template <bool KEYS>
 struct Pairs {
     u32 of[2][Side<KEYS>::HADAMARD / 8];
@@ -99,8 +100,8 @@ __device__ __forceinline__ void tensor_rotate(
     using R = Rotated<KEYS>;
     const int gid = threadIdx.x % 32 / 4, tid = threadIdx.x % 4;
 
-    // Signs of the matrix as left operand: rows n = gid and gid + 8, columns k = 2 tid, 2 tid + 1 and these + 8. Bits of
-    // k are channel bits (0, tid, 1), bits of n (1, tid, 0), and the entry is -1 where an odd number of them are common.
+    // Signs of the matrix as left operand: rows n = gid and gid + 8, columns k = 2 tid, 2 tid + 1 and these + 8. Bits
+    // of k are channel bits (0, tid, 1), bits of n (1, tid, 0); -1 where an odd number of them are common.
     constexpr u32 BOTH = 0x80008000u, SECOND = 0x80000000u;
     const u32 near = __popc(gid / 2 & tid) & 1 ? BOTH : 0, far = gid & 1 ? near ^ BOTH : near;
     const u32 signs[4] = {near, near ^ SECOND, far, far ^ SECOND};

@@ -2,10 +2,10 @@
 #pragma once
 #include "tensor_rotate.cuh"
 
-// Where channel c of token t lies in its row of the tile. Bits of t are added to bank bits 2 to 4 such that no bank is met
-// twice, neither when lanes store pairs of channels of 4 tokens or 4 channels of one, nor when they read 4 channels of 8
-// tokens or, in fragment order, pairs of channels of 8 tokens or channels of 4 pairs of tokens. This is linear in the bits
-// of t and c: swizzle(t ^ u, c ^ d) == swizzle(t, c) ^ swizzle(u, d), so that few addresses are worked out.
+// Where channel c of token t lies in its row of the tile. Bits of t are added to bank bits 2 to 4 such that no bank is
+// met twice, neither when lanes store pairs of channels of 4 tokens or 4 channels of one, nor when they read 4 channels
+// of 8 tokens or, in fragment order, pairs of channels of 8 tokens or channels of 4 pairs of tokens. It is linear in
+// the bits of t and c: swizzle(t ^ u, c ^ d) == swizzle(t, c) ^ swizzle(u, d), so that few addresses are worked out.
 __host__ __device__ constexpr int swizzle(int t, int c) {
     return c ^ (c >> 3 & 4) ^ (t & 1) * 24 ^ (t >> 1 & 1) * 12 ^ (t >> 2 & 1) * 16;
 }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void fill_by_tensor_cores(
         R rotated;
         tensor_rotate<KEYS>(rotated, pairs, upper + first / 4, lower + first / 4);
         Items<KEYS>::load(pairs, numbers, token_stride, item + THREADS / 32);
-        const int place = swizzle(R::token(0), first + R::pair_channel(0));
+        const int place = swizzle(R::token(0), first + R::lane_channel());
         auto store_token = [&](int i, const float(&x)[R::NUMBERS]) {
             float* row = tile + (first_token + R::token(i)) * S::PITCH;
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ void fill_by_tensor_cores(
             const int t = first_token + R::token(i);
             factors[i] = KEYS ? shared.norms[t] : shared.is_broken(t) ? 0.0f : 1.0f;
 #pragma unroll
-            for (int j = 0; KEYS && j < R::NUMBERS; j++) rotated.x[i][j] *= factors[i];  // else it comes with the scales
+            for (int j = 0; KEYS && j < R::NUMBERS; j++) rotated.x[i][j] *= factors[i];  // of values: in the scales
             if constexpr (KEYS && NORM == 0) note_broken(shared, t, rotated.x[i]);
             store_token(i, rotated.x[i]);
         }

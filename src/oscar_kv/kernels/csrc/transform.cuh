@@ -48,9 +48,9 @@ struct Side {
     static constexpr int SCALE = KEYS ? KEY_SCALE : VALUE_SCALE;
     static constexpr int CENTER = KEYS ? KEY_CENTER : VALUE_CENTER;
 
-    // Whether codes are found by exact division. Where sums come in (norms, least squares), which round differently
-    // than on the CPU, a code may be off by one anyway if a number is within a rounding error of a threshold. But
-    // without rotation the numbers are the model's own, which may be round and lie on thresholds.
+    // Whether every operation is that of the reference, division included. Where sums come in (norms, least squares),
+    // which round differently than on the CPU, a code may be off by one anyway if a number is within a rounding error
+    // of a threshold. But without rotation the numbers are the model's own, which may be round and lie on thresholds.
     static constexpr bool EXACT = !ROTATE || BITS == 8 || !(KEYS ? NORM == 1 || NORM == 3 || LSTSQ : LSTSQ);
 
     static constexpr int LEVELS = (1 << BITS) - 1;
