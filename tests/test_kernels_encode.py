@@ -99,9 +99,10 @@ def check(records: Tensor, norms: Tensor | None, reference: PackedBlocks, layout
                 a, b = (from_bytes(x, layout.metadata_dtype).float() for x in (a, b))
                 assert torch.equal(a.isnan(), b.isnan())
             differing += int((a != b).logical_and(a == a).sum())
+        # a code that tips during a fit moves scale, center and a code or two of its group
         thresholds = max(1.0, 2**bits / 16)  # where a rounding error may tip a code
-        limit = 0.0 if exact[side] or bits == 16 else 1e-4 * (1 + tipped) * thresholds
-        assert differing <= limit * total, f"{differing} of {total} bytes of the {side}s differ"
+        limit = 0.0 if exact[side] or bits == 16 else 8 + 1e-4 * (1 + tipped) * thresholds * total
+        assert differing <= limit, f"{differing} of {total} bytes of the {side}s differ"
         if bits != 16:
             codes = [
                 unpack_codes(x[f"{side}_codes"], bits, dim, tokens_are_rows=side == "key").int() for x in (ours, theirs)
