@@ -133,19 +133,6 @@ __device__ __forceinline__ uint2 stream8(const u8* from) {
     return x;
 }
 
-// Where a kernel may start before the one in front has ended: wait for that one, and let the next one start.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
 // 8 consecutive numbers, 16-byte aligned.
 template <int TYPE>
 __device__ __forceinline__ void load_elements(float* x, const u8* numbers) {

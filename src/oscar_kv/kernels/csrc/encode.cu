@@ -18,13 +18,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) encode_blocks(const 
         else
             encode_side<false>(a, row, head, block);
     }
-    wait_for_previous_kernel();  // what follows this kernel also follows token_norms
+    wait_for_launch();  // what follows this kernel also follows token_norms
 }
 
 // Grid (4 * most blocks, 1 or heads, rows), 256 threads: 32 tokens a CTA, over all heads or for one.
 extern "C" __global__ void __launch_bounds__(256) token_norms(const __grid_constant__ Args a) {
     constexpr int CTAS_PER_BLOCK = BLOCK_TOKENS / NORM_TOKENS;
-    let_next_kernel_start();
+    allow_launch();
     const int block = blockIdx.x / CTAS_PER_BLOCK, row = blockIdx.z;
     if (block >= a.counts[row]) return;
     const int first_token = blockIdx.x % CTAS_PER_BLOCK * NORM_TOKENS;

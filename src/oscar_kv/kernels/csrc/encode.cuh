@@ -22,6 +22,7 @@
 // THREADS, CTAS (per multiprocessor), SHARED (bytes). RECORD, KEY_SCALE, KEY_CENTER, UNITS, VALUE_CODES, VALUE_SCALE,
 // VALUE_CENTER: bytes of a record and of what lies before each section.
 #pragma once
+#include "launch.cuh"
 #include "quantize.cuh"
 
 constexpr int NORM_TOKENS = 32;  // tokens of a token_norms CTA
@@ -78,7 +79,7 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
             bool out = place == 0 && thread < a.num_sinks;
             float norm = 1.0f;
             if constexpr (KEYS && NORM != 0) {
-                wait_for_previous_kernel();  // token_norms
+                wait_for_launch();  // token_norms
                 const u16* from = a.norms + row * a.norm_row + place * a.norm_block + (SCOPE ? head * BLOCK_TOKENS : 0);
                 norm = bf16_to_float(from[norm_order(thread)]);
                 out |= !is_finite(norm);

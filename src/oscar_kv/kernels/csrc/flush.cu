@@ -6,7 +6,6 @@
 // and flush returns at once where no row has a complete block. Defines: those of encode.cuh.
 
 #include "encode.cuh"
-#include "launch.cuh"
 #include "start.cuh"
 
 // Grid (tokens, rows): one new token of a row, all heads. Its place is lengths + its number.
@@ -65,7 +64,7 @@ __device__ __forceinline__ void move_tail(const Args& a, int row, int head) {
 }
 
 // A cooperative grid of any size. keys and values are the tail; plan (3, rows) becomes starts, counts and places.
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS) flush(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS) flush(const __grid_constant__ Args a) {
     bool due = false;
     for (int row = threadIdx.x; row < a.rows; row += THREADS) due |= complete_blocks(a, row) > 0;
     due = __syncthreads_or(due);
