@@ -29,11 +29,11 @@ PLAIN = replace(CONFIG, token_norm=None, rotate_keys=False, rotate_values=False,
 def rows_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows in a CTA or a cluster each, or long rows that all multiprocessors share."""
 
-    def short(layout: RecordLayout, columns: int, *args: Any) -> Any:
-        cluster = request.param
+    def short(layout: RecordLayout, columns: int, units: int, blocks: int, *args: Any) -> Any:
+        cluster, warps = request.param, 2 if blocks < 2 * decode._BUSY_ITEMS else 12
         if cluster is None:
             return None
-        return decode._Short(2, cluster, 1, decode._short_bytes(layout, columns, 2, cluster))
+        return decode._Short(warps, cluster, 1, decode._short_bytes(layout, columns, warps, cluster))
 
     monkeypatch.setattr(decode, "_short", short)
 
