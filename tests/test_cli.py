@@ -16,7 +16,7 @@ import oscar_kv
 from oscar_kv import OscarCache, OscarConfig, loading
 from oscar_kv.cli import app
 from oscar_kv.cli.shared import Preset
-from oscar_kv.evaluate import METHODS, PRESETS, REFERENCE
+from oscar_kv.evaluate import DEFAULT_METHODS, PRESETS, REFERENCE
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 from oscar_kv.loading import first_tokens, prose
 
@@ -190,18 +190,62 @@ def test_eval_fidelity_appends_rows(folder, tmp_path):
     invoke(*options, "--preset", "paper")
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [row["method"] for row in rows] == [REFERENCE, "default", "kivi", REFERENCE, "paper"]
-    assert {row["text"] for row in rows} == {"text.txt"}
+    assert [row["preset"] for row in rows] == [REFERENCE, "default", "kivi", "paper"]  # 16-bit is not done again
+    assert [row["method"] for row in rows] == [REFERENCE, "OScaR", "KIVI", "OScaR"]
+    assert {row["texts"] for row in rows} == {"text.txt"}
     assert all(row[name] for row in rows for name in ("hardware", "torch", "transformers", "command", "date"))
-    assert [float(row["bits"]) for row in rows if row["method"] == REFERENCE] == [16, 16]
+    assert [float(row["bits"]) for row in rows if row["preset"] == REFERENCE] == [16]
     assert float(rows[1]["packed_bits"]) < 3
     assert float(rows[2]["kl"]) > float(rows[0]["kl"]) == 0
 
 
-def test_eval_fidelity_does_all_methods(folder):
+def test_eval_fidelity_does_the_default_methods(folder):
     output = invoke("eval", "fidelity", folder, "--tokens", 300)
-    for name in (REFERENCE, *METHODS):
+    for name in (REFERENCE, *DEFAULT_METHODS):
         assert name in output
+
+
+def test_a_study_is_resumed_and_reported(folder, tmp_path):
+    files, table, page = [tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "rows.csv", tmp_path / "report.html"
+    for file in files:
+        file.write_text(prose()[len(file.name) :], encoding="utf-8")
+    texts = [part for file in files for part in ("--text-file", file)]
+    options = ("eval", "fidelity", folder, *texts, "--tokens", 300, "--csv", table, "--against", "kivi")
+    invoke(*options, "--method", "rtn", "--method", "together-oscar")
+    before = table.read_text(encoding="utf-8")
+    assert "rtn: skipped" in invoke(*options, "--method", "rtn")
+    assert table.read_text(encoding="utf-8") == before
+    output = invoke(*options, "--method", "rtn", "--method", "kivi")
+    assert "rtn: skipped" in output
+    assert table.read_text(encoding="utf-8").startswith(before)
+    invoke(*options, "--method", "rtn", "--force")
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["preset"] for row in rows] == [REFERENCE, "rtn", "together-oscar", "kivi", REFERENCE, "rtn"]
+    assert {(row["texts"], row["context"], row["against"]) for row in rows} == {("a.txt+b.txt", "300", "kivi")}
+    assert float(rows[3]["kl_ratio"]) == float(rows[3]["kl_ratio_low"]) == 1
+    assert all(rows[1][name] == rows[5][name] for name in ("kl", "kl_low", "kl_high", "kl_ratio", "ppl"))  # seeded
+    invoke("eval", "report", table, "--out", page)
+    assert "together-oscar" in page.read_text(encoding="utf-8")
+
+
+def test_eval_attention_gives_a_number_for_each_layer(folder, tmp_path):
+    table = tmp_path / "layers.csv"
+    options = ("--tokens", 400, "--csv", table)
+    output = invoke("eval", "attention", folder, "--preset", "rtn", "--preset", "unquantized", *options)
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = {(row["preset"], row["layer"]): float(row["error"]) for row in csv.DictReader(file)}
+    assert rows.keys() == {(name, layer) for name in ("rtn", "unquantized") for layer in ("0", "1")}
+    assert all(rows["rtn", layer] > 100 * rows["unquantized", layer] for layer in ("0", "1"))
+    assert f"{rows['rtn', '1']:.5f}" in output
+
+
+def test_texts_of_the_same_name_are_refused(folder, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text(prose(), encoding="utf-8")
+    texts = [part for name in ("a", "b") for part in ("--text-file", tmp_path / name / "x.txt")]
+    assert "same file name" in invoke("eval", "fidelity", folder, *texts, "--tokens", 300, code=1)
 
 
 def test_eval_fidelity_refuses_a_file_with_other_columns(folder, tmp_path):

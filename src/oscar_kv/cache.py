@@ -226,7 +226,7 @@ class OscarCache(DynamicCache):
         max_length: int | None = None,
         attention_mask: Tensor | None = None,
     ) -> None:
-        decoder = _check_model(config)
+        decoder = check_model(config)
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length must be positive, not {max_length}")
         self.oscar_config = OscarConfig() if oscar_config is None else oscar_config
@@ -394,7 +394,7 @@ class OscarCache(DynamicCache):
             layer.is_initialized = True
 
 
-def _check_model(config: PreTrainedConfig) -> PreTrainedConfig:
+def check_model(config: PreTrainedConfig) -> PreTrainedConfig:
     """The text decoder's configuration; refuses architectures whose keys and values cannot be packed."""
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError("encoder-decoder models: cross-attention caches are not supported")

@@ -1,4 +1,4 @@
-"""Bytes and bits of a cache, OscarCache or transformers' own, now and at another length."""
+"""Bytes and bits of a cache, ours, a rival's or transformers' own, now and at another length."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from oscar_kv.baselines.cache import BaselineCache
+from oscar_kv.baselines.peers import MeasuredQuantizedCache
 from oscar_kv.cache import OscarCache
 from oscar_kv.config import BLOCK_TOKENS
 
 PACKED = ("codes", "scales_zeros", "norms")  # components that grow with the packed tokens
+_RIVALS = (BaselineCache, MeasuredQuantizedCache)
 
 
 def memory_bytes(cache: Cache) -> dict[str, int]:
     """Bytes of every tensor that a cache holds, by component, and their "total".
 
-    For an OscarCache the components are those of its ``memory_bytes``. Of any other cache, "tokens" are the layers
-    that keep their whole history and "other_layers" the rest.
+    For an OscarCache or the cache of a rival the components are those of its ``memory_bytes``. Of any other cache,
+    "tokens" are the layers that keep their whole history and "other_layers" the rest.
     """
-    if isinstance(cache, OscarCache):
+    if isinstance(cache, (OscarCache, *_RIVALS)):
         return cache.memory_bytes()
     sizes = {"tokens": 0, "other_layers": 0}
     for layer in cache.layers:
@@ -31,7 +34,7 @@ def memory_bytes(cache: Cache) -> dict[str, int]:
 
 def bits_per_element(cache: Cache) -> float:
     """Bits per cached key and value number of the layers that keep their whole history."""
-    if isinstance(cache, OscarCache):
+    if isinstance(cache, (OscarCache, *_RIVALS)):
         return cache.bits_per_element()
     layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
     tensors = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
@@ -43,6 +46,8 @@ def packed_bits(cache: Cache) -> float:
 
     NaN while nothing is packed; of a cache that does not pack, its bits per element.
     """
+    if isinstance(cache, _RIVALS):
+        return cache.packed_bits()
     if not isinstance(cache, OscarCache):
         return bits_per_element(cache)
     states = [layer.state for layer in cache.packed_layers if layer.state is not None]
@@ -61,7 +66,10 @@ def bytes_at(cache: Cache, tokens: int) -> dict[str, int]:
 
     Raises:
         ValueError: No block is packed yet, so that a block's size is unknown.
+        NotImplementedError: The cache is a rival's.
     """
+    if isinstance(cache, _RIVALS):
+        raise NotImplementedError(f"bytes of a {type(cache).__name__} at another length")
     sizes = memory_bytes(cache)
     if isinstance(cache, OscarCache):
         state = next((layer.state for layer in cache.packed_layers), None)

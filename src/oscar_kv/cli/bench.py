@@ -16,7 +16,7 @@ from oscar_kv.bench.measurement import Measurement, append, read_runs, speedup
 from oscar_kv.bench.plot import picture
 from oscar_kv.bench.timing import ROUNDS
 from oscar_kv.cli.shared import errors_in_one_line, progress_bar
-from oscar_kv.loading import import_extra
+from oscar_kv.extras import import_extra
 
 app = typer.Typer(help="Measure what the kernels take, beside 16 bit in the same run.", no_args_is_help=True)
 

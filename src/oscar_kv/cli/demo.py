@@ -14,7 +14,8 @@ from oscar_kv import demo as demonstration
 from oscar_kv import results
 from oscar_kv.cli.shared import ModelOption, Preset, PresetOption, TextOption, errors_in_one_line, progress_bar, text_of
 from oscar_kv.evaluate import PRESETS
-from oscar_kv.loading import DEMO_MODEL, first_tokens, import_extra, load
+from oscar_kv.extras import import_extra
+from oscar_kv.loading import DEMO_MODEL, first_tokens, load
 from oscar_kv.plots import demo_picture
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +11,10 @@ from rich.table import Table
 
 import oscar_kv
 from oscar_kv import results
-from oscar_kv.cache import OscarCache
 from oscar_kv.cli.shared import TextOption, errors_in_one_line, progress_bar, text_of
-from oscar_kv.evaluate import METHODS, Fidelity, compare
-from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, first_tokens, load
+from oscar_kv.evaluate import DEFAULT_METHODS, METHODS, Study
+from oscar_kv.evaluate.report import write_report
+from oscar_kv.loading import CALIBRATION_TOKENS, DEMO_MODEL, DEMO_TITLE, calibration_text, first_tokens, load, prose
 
 app = typer.Typer(help="Measure what a packed cache costs in accuracy.", no_args_is_help=True)
 
@@ -23,53 +22,114 @@ app = typer.Typer(help="Measure what a packed cache costs in accuracy.", no_args
 @app.command()
 def fidelity(
     model: Annotated[str, typer.Argument(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')],
-    text_file: TextOption = None,
-    preset: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; may be repeated (default: all).")
+    text_file: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="UTF-8 text; may be repeated (default: Python's reference)."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=300, help="Length of the text.")] = 2048,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--preset",
+            "--method",
+            help=f"{', '.join(METHODS)}; may be repeated (default: {', '.join(DEFAULT_METHODS)}).",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=300, help="Length of each text.")] = 2048,
     dtype: Annotated[
         str, typer.Option(help="The model's dtype: auto (its own), bfloat16, float16 or float32.")
     ] = "auto",
-    csv: Annotated[Path | None, typer.Option(help="Append the rows to this file.")] = None,
+    against: Annotated[str | None, typer.Option(help="Also give each KL as a ratio to this method's.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Append the rows to this file; those it has are not done again.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Do again what the file has.")] = False,
 ) -> None:
-    """KL divergence, perplexity and top-1 agreement against the 16-bit cache, by teacher forcing along a text."""
-    chosen = list(METHODS) if preset is None else preset
-    if unknown := [name for name in chosen if name not in METHODS]:
+    """KL divergence, perplexity and top-1 agreement against the 16-bit cache, by teacher forcing along texts."""
+    chosen = list(DEFAULT_METHODS) if preset is None else list(dict.fromkeys(preset))
+    if unknown := [name for name in (*chosen, against) if name is not None and name not in METHODS]:
         raise typer.BadParameter(f"no preset {', '.join(unknown)}: choose from {', '.join(METHODS)}")
     with errors_in_one_line():
         console = Console()
+        sources = {path.name: text_of(path) for path in text_file or ()} or {"Python's language reference": prose()}
+        if len(sources) < len(text_file or ()):
+            raise ValueError("two texts have the same file name")
         lm, tokenizer = load(model, dtype)
-        ids = first_tokens(tokenizer, text_of(text_file), tokens).to(lm.device)
+        texts = {name: first_tokens(tokenizer, text, tokens).to(lm.device) for name, text in sources.items()}
+        calibration = first_tokens(tokenizer, calibration_text(), CALIBRATION_TOKENS).to(lm.device)
+        study = Study(lm, model, texts, calibration, against)
+        done = set() if force else study.done(csv)
+        if skipped := [name for name in chosen if name in done]:
+            console.print(f"{csv} has rows for {', '.join(skipped)}: skipped, --force does them again", soft_wrap=True)
+        todo = [name for name in chosen if name not in done]
+        if not todo:
+            return
+        rows: list[dict[str, str]] = []
+        made = results.provenance()
         with oscar_kv.enable(lm), progress_bar(console) as progress:
-            caches = {name: partial(OscarCache, lm.config, METHODS[name], max_length=tokens) for name in chosen}
-            task = progress.add_task(f"{len(caches)} methods, tokens", total=tokens)
-            found = compare(lm, ids, caches, progress=lambda count: progress.advance(task, count))
-        source = "Python's language reference" if text_file is None else text_file.name
-        console.print(_fidelity_table(found, f"{model}, {lm.dtype}, {tokens} tokens of {source}"))
-        if csv is not None:
-            setting = {"model": model, "dtype": str(lm.dtype).removeprefix("torch."), "context": tokens, "text": source}
-            made = results.provenance()
-            results.append_rows(csv, [{"method": name, **setting, **_numbers(f), **made} for name, f in found.items()])
+            task = progress.add_task(f"{len(todo)} methods, tokens", total=tokens * len(texts) * study.rounds(todo))
+            for found in study.run(todo, lambda count: progress.advance(task, count)):
+                found = [row for row in found if row["preset"] not in done]
+                rows += found
+                if csv is not None and found:
+                    results.append_rows(csv, [{**row, **made} for row in found])
+        console.print(_fidelity_table(rows, f"{model}, {lm.dtype}, {tokens} tokens of {', '.join(texts)}"))
 
 
-def _numbers(found: Fidelity) -> dict[str, str]:
-    return {
-        "packed_bits": f"{found.packed_bits:.3f}",
-        "bits": f"{found.bits_per_element:.3f}",
-        "kl": f"{found.kl:.5f}",
-        "kl_p99": f"{found.kl_p99:.4f}",
-        "ppl": f"{found.perplexity:.4f}",
-        "ppl_change": f"{found.perplexity_change:.2f}",
-        "top1": f"{found.top1:.4f}",
-    }
-
-
-def _fidelity_table(found: dict[str, Fidelity], title: str) -> Table:
+def _fidelity_table(rows: list[dict[str, str]], title: str) -> Table:
+    against = rows[0]["against"]
+    columns = ("bits packed", "in all", "KL", "95 %", *([f"KL / {against}"] if against else []), "ppl %", "top-1")
     table = Table(title=title, title_justify="left")
-    table.add_column("method")
-    for column in ("packed bits", "bits in all", "mean KL", "p99 KL", "perplexity", "change %", "top-1"):
+    table.add_column("method", no_wrap=True)
+    for column in columns:
         table.add_column(column, justify="right")
-    for name, result in found.items():
-        table.add_row(name, *_numbers(result).values())
+    for row in rows:
+        interval = f"{float(row['kl_low']):.4f} to {float(row['kl_high']):.4f}"
+        ratio = [f"{row['kl_ratio']} ({row['kl_ratio_low']} to {row['kl_ratio_high']})"] if against else []
+        numbers = (row["packed_bits"], row["bits"], row["kl"], interval, *ratio, row["ppl_change"], row["top1"])
+        table.add_row(row["preset"], *numbers)
     return table
+
+
+@app.command()
+def attention(
+    model: Annotated[str, typer.Argument(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')],
+    preset: Annotated[list[str], typer.Option("--preset", "--method", help="As in eval fidelity; may be repeated.")],
+    text_file: TextOption = None,
+    tokens: Annotated[int, typer.Option(min=300, help="Length of the text.")] = 1024,
+    dtype: Annotated[str, typer.Option(help="The model's dtype.")] = "auto",
+    csv: Annotated[Path | None, typer.Option(help="Append the rows to this file.")] = None,
+) -> None:
+    """Relative error of each layer's attention output, for the queries, keys and values of the 16-bit run."""
+    if unknown := [name for name in preset if name not in METHODS]:
+        raise typer.BadParameter(f"no preset {', '.join(unknown)}: choose from {', '.join(METHODS)}")
+    with errors_in_one_line():
+        lm, tokenizer = load(model, dtype)
+        name = "Python's language reference" if text_file is None else text_file.name
+        texts = {name: first_tokens(tokenizer, text_of(text_file), tokens).to(lm.device)}
+        calibration = first_tokens(tokenizer, calibration_text(), CALIBRATION_TOKENS).to(lm.device)
+        study = Study(lm, model, texts, calibration)
+        errors = {name: study.attention_errors(name) for name in preset}
+        table = Table(title=f"{model}, {lm.dtype}, {tokens} tokens of {name}", title_justify="left")
+        for column in ("layer", *errors):
+            table.add_column(column, justify="right")
+        for layer in next(iter(errors.values())):
+            table.add_row(str(layer), *(f"{found[layer]:.5f}" for found in errors.values()))
+        Console().print(table)
+        if csv is not None:
+            rows = [
+                {"preset": name, **study.setting, "layer": layer, "error": f"{error:.6f}", **results.provenance()}
+                for name, found in errors.items()
+                for layer, error in found.items()
+            ]
+            results.append_rows(csv, rows)
+
+
+@app.command()
+def report(
+    csv: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Rows of eval fidelity.")],
+    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("fidelity.html"),
+) -> None:
+    """A page with a picture of KL against bytes, and the table, from a CSV file."""
+    with errors_in_one_line():
+        write_report(csv, out)
+        Console().print(f"Report: {out}", soft_wrap=True)

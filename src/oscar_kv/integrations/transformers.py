@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -210,6 +211,18 @@ def enable(
         raise ValueError("model.generate is replaced already; disable() the first handle")
     register()
     return Enabled(model, oscar_config, attention)
+
+
+@contextmanager
+def replaced_attention(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Run a model with another attention implementation for a while."""
+    own = {"": model.config._attn_implementation}
+    own |= {name: getattr(model.config, name)._attn_implementation for name in _sub_configs(model)}
+    model.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
 
 
 def _sub_configs(model: PreTrainedModel) -> list[str]:

@@ -1,8 +1,9 @@
-"""Fidelity: how far a packed cache moves a model's predictions away from those with the 16-bit cache."""
+"""Teacher forcing: how far a packed cache moves a model's predictions away from those with the 16-bit cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -11,36 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from oscar_kv.config import BLOCK_TOKENS, OscarConfig
+from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.footprint import bits_per_element, memory_bytes, packed_bits
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 
 REFERENCE = "16-bit"  # the name of transformers' own cache among the results
-
-PRESETS = {
-    "default": OscarConfig(),
-    "quality": OscarConfig.quality(),
-    "four-bit": OscarConfig.four_bit(),
-    "paper": OscarConfig.paper(),
-}
-_KIVI = OscarConfig(  # keys per channel, values per token, nothing else
-    value_group=32,
-    rotate_keys=False,
-    rotate_values=False,
-    token_norm=None,
-    equalize=0.0,
-    metadata="float16",
-    value_fit="minmax",
-    key_shrink=1.0,
-    value_shrink=1.0,
-    num_sinks=0,
-)
-METHODS = {
-    "unquantized": OscarConfig(key_bits=16, value_bits=16),  # what the order of rounding alone changes
-    **PRESETS,
-    "paper-float-zero": replace(OscarConfig.paper(), zero_point="float"),
-    "kivi": _KIVI,
-}
 
 
 @dataclass(frozen=True)
@@ -156,3 +132,28 @@ class _Tally:
             memory_bytes=memory_bytes(cache),
             kl_per_token=kl,
         )
+
+
+def pool(found: Sequence[Fidelity], reference: Sequence[Fidelity]) -> Fidelity:
+    """One result of the same method on several texts, every scored token counting the same.
+
+    Args:
+        found: The method's results, text by text; the bits and bytes are those of the last one.
+        reference: Those of the 16-bit cache on the same texts.
+    """
+    counts = torch.tensor([len(x.kl_per_token) for x in found], dtype=torch.float64)
+
+    def mean(numbers: Sequence[float]) -> float:
+        return float(torch.tensor(numbers, dtype=torch.float64) @ counts / counts.sum())
+
+    nll, exact = (mean([math.log(x.perplexity) for x in results]) for results in (found, reference))
+    kl = torch.cat([x.kl_per_token for x in found])
+    return replace(
+        found[-1],
+        kl=float(kl.double().mean()),
+        kl_p99=float(kl.quantile(0.99)),
+        perplexity=math.exp(nll),
+        perplexity_change=100 * math.expm1(nll - exact),
+        top1=mean([x.top1 for x in found]),
+        kl_per_token=kl,
+    )
