@@ -96,6 +96,11 @@ class OscarLayer(CacheLayerMixin):
             raise ValueError("the layer is empty")
         return self.state.device
 
+    def flush_beside(self, stream: torch.cuda.Stream | None) -> None:
+        """Pack on another stream, which the caller waits for; None packs on the current one again."""
+        if self.state is not None:
+            self.state.flush_stream = stream
+
     def advance(self, columns: int) -> None:
         """Count what a replayed CUDA graph does on the device."""
         if self.state is not None:

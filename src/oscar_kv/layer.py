@@ -77,6 +77,7 @@ class LayerState:
         self.layout = RecordLayout(config, keys.shape[-1], values.shape[-1], keys.dtype)
         self.columns = 0  # columns that this layer has seen
         self.recording = False  # whether the caller may roll back the newest pass
+        self.flush_stream: torch.cuda.Stream | None = None  # of a graph's capture, which waits for it at its end
         batch, heads = keys.shape[:2]
         self.num_blocks = [0] * batch
         self.tail_lengths = [0] * batch
@@ -207,12 +208,19 @@ class LayerState:
         if recent.on_device and self.counters is not None:
             self._count(recent.lengths, self._complete(recent.lengths, hold))
             self._reserve(max(self.num_blocks))
-            device_tail.flush(
-                (self.tail_keys, self.tail_values), self.counters, self.layout, self.records, self.norms,
-                self.equalizer, (self.sink_keys, self.sink_values) if self.config.num_sinks else None, hold,
-            )  # fmt: skip
+            self._flush(hold)
         else:
             self._pack(recent, hold)
+
+    def _flush(self, hold: int) -> None:
+        """Pack on the device what is complete there, beside what follows if a stream is given for it."""
+        if self.flush_stream is not None:
+            self.flush_stream.wait_stream(torch.cuda.current_stream(self.device))
+        sinks = (self.sink_keys, self.sink_values) if self.config.num_sinks else None
+        tail, store = (self.tail_keys, self.tail_values), (self.records, self.norms, self.equalizer, sinks)
+        assert self.counters is not None
+        with torch.cuda.stream(self.flush_stream):
+            device_tail.flush(tail, self.counters, self.layout, *store, hold)
 
     def advance(self, columns: int) -> None:
         """Count what the replay of a CUDA graph, captured from a pass of so many columns, has done on the device."""

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from oscar_kv import kernels
-from oscar_kv.bench import candidate, decode, encode
+from oscar_kv.bench import append, candidate, decode, encode
 from oscar_kv.bench.measurement import Measurement, Shape
 from oscar_kv.bench.timing import ROUNDS, copy_bandwidth
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
@@ -20,7 +20,11 @@ PRESETS = {
     "quality": OscarConfig.quality(),
     "four-bit": OscarConfig.four_bit(),
 }
-IMPLS = {"decode": ("oscar", "sdpa-flash", "sdpa-cudnn"), "encode": ("oscar", "copy", "copy-packed")}  # by op
+IMPLS = {  # by op
+    "decode": ("oscar", "sdpa-flash", "sdpa-cudnn"),
+    "append": ("oscar", "oscar-staggered"),
+    "encode": ("oscar", "copy", "copy-packed"),
+}
 ALL_IMPLS = tuple(dict.fromkeys(impl for names in IMPLS.values() for impl in names))
 HEADS = (32, 8)  # of queries and of keys
 BATCHES, CONTEXTS = (1, 8, 64), (1024, 2048, 4096, 8192, 16384, 65536)
@@ -47,14 +51,15 @@ def problems(
     """
     grid = list(product(batches or BATCHES, contexts or CONTEXTS, heads or (HEADS,)))
     chosen = [Shape(batch, context, *pair, head_dim) for batch, context, pair in grid]
-    decoded = encoded = chosen
+    decoded = appended = encoded = chosen
     if not (batches or contexts or heads):
-        decoded = list(dict.fromkeys([*(Shape(*shape, head_dim) for shape in _LARGE), *chosen]))
+        appended = [Shape(*shape, head_dim) for shape in _LARGE]
+        decoded = list(dict.fromkeys([*appended, *chosen]))
         encoded = [Shape(*_PROMPT, head_dim)]
     for shape in chosen:
         _check(shape)
     encoded = list(dict.fromkeys(replace(shape, q_heads=0) for shape in encoded))  # queries play no part
-    return [(op, shape) for op in ops for shape in {"decode": decoded, "encode": encoded}[op]]
+    return [(op, shape) for op in ops for shape in {"decode": decoded, "append": appended, "encode": encoded}[op]]
 
 
 def _check(shape: Shape) -> None:
@@ -107,7 +112,7 @@ def _measure(
 ) -> list[Measurement]:
     op, shape = problem
     torch.cuda.empty_cache()  # what the problem before took
-    make = {"decode": decode.candidates, "encode": encode.candidates}[op]
+    make = {"decode": decode.candidates, "append": append.candidates, "encode": encode.candidates}[op]
     found = candidate.measure(make(shape, presets, impls, device), f"{op} {shape}", rounds)
     return [
         Measurement(

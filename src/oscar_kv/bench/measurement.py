@@ -9,7 +9,11 @@ from pathlib import Path
 
 from oscar_kv import results
 
-BASELINES = {"decode": ("sdpa-flash", "sdpa-cudnn"), "encode": ("copy",)}  # by op: what "oscar" is compared with
+BASELINES = {  # by op: what "oscar" is compared with
+    "decode": ("sdpa-flash", "sdpa-cudnn"),
+    "append": (),
+    "encode": ("copy",),
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Measurement:
     """Time of one implementation of an op on one shape.
 
     Args:
-        op: "decode" or "encode".
+        op: "decode", "append" (of one token per row, packing included, on average) or "encode".
         impl: "oscar", or what it is compared with.
         preset: Of the packed cache; empty where there is none.
         form: How queries were laid out for SDPA, "gqa" or "folded"; otherwise empty.

@@ -28,12 +28,13 @@ class Op(StrEnum):
 
     ALL = "all"
     DECODE = "decode"
+    APPEND = "append"
     ENCODE = "encode"
 
 
 @app.command()
 def kernels(
-    op: Annotated[Op, typer.Option(help="Decode attention, packing a prompt, or both.")] = Op.ALL,
+    op: Annotated[Op, typer.Option(help="Decode attention, appending a token, packing a prompt, or all.")] = Op.ALL,
     preset: Annotated[list[str] | None, typer.Option(help=f"{', '.join(benchmark.PRESETS)}; {_EVERY}.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help=f"{', '.join(benchmark.ALL_IMPLS)}; {_EVERY}.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows; may be repeated.")] = None,

@@ -86,8 +86,14 @@ class DecodeGraph:
     def _capture(self) -> None:
         self._warm_up()
         self._graph, self._epoch = torch.cuda.CUDAGraph(), self.cache.epoch
+        beside = torch.cuda.Stream(self._ids.device)  # packing a layer's block holds up no other layer
         with torch.cuda.graph(self._graph):
+            for layer in self.cache.packed_layers:
+                layer.flush_beside(beside)
             self._logits = self._forward(self.cache)
+            for layer in self.cache.packed_layers:
+                layer.flush_beside(None)
+            torch.cuda.current_stream(self._ids.device).wait_stream(beside)
 
     def _warm_up(self) -> None:
         """Compile and load what the step needs, with a cache of its own that is thrown away."""

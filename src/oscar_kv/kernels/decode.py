@@ -130,12 +130,12 @@ def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: 
 
 
 def _short_bytes(layout: RecordLayout, columns: int, warps: int, cluster: int) -> int:
-    """Shared memory of a CTA: stages, or later what a cluster merges; queries; partials of two kinds; barriers."""
+    """Shared memory of a CTA: stages, queries, partials of two kinds, what the cluster merges here, and barriers."""
     tiles, used = _tiles(columns)
     count, spans = tiles * used, -(-layout.value_dim // 128)
-    joint = 2 * count * 32 * (8 + 16 * spans) if cluster > 1 else 0
-    stages = max(warps * (stage_bytes(layout, 0) - 16), joint)
-    return stages + _aligned(query_bytes(layout, count)) + warps * (2 * count * (4 * layout.value_dim + 8) + 16)
+    joint = 2 * cluster * -(-count // cluster) * 32 * (8 + 16 * spans) if cluster > 1 else 0
+    of_warp = stage_bytes(layout, 0) + 2 * count * (4 * layout.value_dim + 8)
+    return warps * of_warp + _aligned(query_bytes(layout, count)) + joint
 
 
 def _row_bytes(batch: int) -> int:

@@ -9,8 +9,8 @@
 constexpr int COLUMNS = NT * QCOLS, TEAM = CLUSTER * WARPS;  // warps that share a unit
 constexpr int RECORD_STAGE = (K_STAGE + V_STAGE + 127) / 128 * 128;  // queries are shared by all warps
 constexpr int PART_O = 2 * WARPS * COLUMNS * VD * 4, PART_ML = 2 * WARPS * COLUMNS * 8;  // bytes
-constexpr int JOINT = CLUSTER > 1 ? 2 * COLUMNS * 32 * (int)sizeof(Merged) : 0;
-constexpr int STAGES = WARPS * RECORD_STAGE > JOINT ? WARPS * RECORD_STAGE : JOINT;  // bytes; JOINT lies there when done
+constexpr int STAGES = WARPS * RECORD_STAGE;
+constexpr int OWN = (COLUMNS + CLUSTER - 1) / CLUSTER;  // columns that a CTA merges for the cluster
 
 __device__ __forceinline__ int participants(int items, int first) {  // of first, first + CLUSTER, ...
   return min(WARPS, max(0, items - first + CLUSTER - 1) / CLUSTER);
@@ -23,9 +23,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode_short(cons
   float2* part_ml = (float2*)((char*)part_o + PART_O);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = CLUSTER > 1 ? cluster_rank() : 0;
   const u32 ks = smem_addr(smem) + warp * RECORD_STAGE, vs = ks + K_STAGE, qs = smem_addr(queries);
-  const u32 bars = smem_addr((char*)part_ml + PART_ML) + warp * 16;
+  Merged(*joint)[2][OWN][32] = (Merged(*)[2][OWN][32])((char*)part_ml + PART_ML);  // what each CTA has of own columns
+  const u32 bars = smem_addr(CLUSTER > 1 ? (char*)(joint + CLUSTER) : (char*)joint) + warp * 16;
   init_barriers(bars, lane);
   __syncwarp();
+  if (CLUSTER > 1) cluster_arrive();  // the others may write here once this CTA runs
   const int unit = blockIdx.x / CLUSTER, pairs = a.heads * a.passes, row = unit / pairs;
   const Row lengths = Row::of(a, row);
   Item cur;
@@ -61,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode_short(cons
   __syncthreads();
   const int first_exact = ((rank - cur.blocks) % CLUSTER + CLUSTER) % CLUSTER;
   const int counts[2] = {participants(cur.blocks, rank), participants(cur.n - cur.blocks, first_exact)};
-  Merged(*joint)[COLUMNS][32] = (Merged(*)[COLUMNS][32])smem;
+  if (CLUSTER > 1) cluster_wait();
 #pragma unroll 1
   for (int column = warp; column < COLUMNS; column += WARPS) {
     const int n = (cur.pair % a.passes) * COLS + column / QCOLS * 8 + column % QCOLS;
@@ -73,25 +75,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode_short(cons
       part.clear();
       const int first = kind * WARPS * COLUMNS + column;
       merge_parts(part_ml + first, (const float4*)(part_o + (long)first * VD), counts[kind], 0, 1, lane, part);
-      if (CLUSTER > 1) joint[kind][column][lane] = part;
+      if (CLUSTER > 1) *of_rank(&joint[rank][kind][column / CLUSTER][lane], column % CLUSTER) = part;
       else if (kind) found[1] = part;
       else found[0] = part;
     }
     if (CLUSTER == 1) finish(a, row, cur.pair, n, found[0], found[1], lane);
   }
   if (CLUSTER == 1) return;
-  cluster_barrier();
+  cluster_arrive();
+  cluster_wait();
 #pragma unroll 1
-  for (int column = rank + CLUSTER * warp; column < COLUMNS; column += TEAM) {
+  for (int own = warp; own < OWN; own += WARPS) {
+    const int column = rank + CLUSTER * own;
     const int n = (cur.pair % a.passes) * COLS + column / QCOLS * 8 + column % QCOLS;
-    if (n >= a.group * a.q_len) continue;
+    if (column >= COLUMNS || n >= a.group * a.q_len) continue;
     Merged found[2];
     found[0].clear(), found[1].clear();
-#pragma unroll 4
+#pragma unroll 2
     for (int other = 0; other < CLUSTER; ++other)
 #pragma unroll
-      for (int kind = 0; kind < 2; ++kind) add(found[kind], *of_rank(&joint[kind][column][lane], other));
+      for (int kind = 0; kind < 2; ++kind) add(found[kind], joint[other][kind][own][lane]);
     finish(a, row, cur.pair, n, found[0], found[1], lane);
   }
-  cluster_barrier();  // nobody leaves while others read
 }

@@ -65,27 +65,29 @@ __device__ __forceinline__ void move_tail(const Args& a, int row, int head) {
 
 // A cooperative grid of any size. keys and values are the tail; plan (3, rows) becomes starts, counts and places.
 extern "C" __global__ void __launch_bounds__(THREADS) flush(const __grid_constant__ Args a) {
-    bool due = false;
-    for (int row = threadIdx.x; row < a.rows; row += THREADS) due |= complete_blocks(a, row) > 0;
-    due = __syncthreads_or(due);
-    if (blockIdx.x == 0)
-        for (int row = threadIdx.x; row < a.rows; row += THREADS) {
-            const int count = complete_blocks(a, row);
-            a.lengths[row] = a.totals[row] - BLOCK_TOKENS * count;
-            a.plan[row] = 0;
-            a.plan[a.rows + row] = count;
-            a.plan[2 * a.rows + row] = a.num_blocks[row];
-            a.num_blocks[row] += count;
-        }
-    if (!due) return;
-    grid_barrier(a.barrier);
-    const int pairs = a.rows * a.heads;
-    for (int i = blockIdx.x; i < pairs; i += gridDim.x) {
-        const int row = i / a.heads;
-        if (a.counts[row] && a.places[row] == 0) start_row(a, row, i % a.heads);
-        __syncthreads();
+    bool due = false, fresh = false, rest = false;  // some row packs a block, its first one, has tokens left
+    for (int row = threadIdx.x; row < a.rows; row += THREADS) {
+        const int count = complete_blocks(a, row), left = a.totals[row] - BLOCK_TOKENS * count;
+        due |= count > 0, fresh |= count && a.num_blocks[row] == 0, rest |= count && left;
+        if (blockIdx.x == 0) a.lengths[row] = left;
     }
-    grid_barrier(a.barrier);
+    due = __syncthreads_or(due), fresh = __syncthreads_or(fresh), rest = __syncthreads_or(rest);
+    if (!due) return;
+    for (int row = threadIdx.x; row < a.rows; row += THREADS) {  // every CTA writes the same
+        a.plan[row] = 0;
+        a.plan[a.rows + row] = complete_blocks(a, row);
+        a.plan[2 * a.rows + row] = a.num_blocks[row];
+    }
+    __syncthreads();
+    const int pairs = a.rows * a.heads;
+    if (fresh) {
+        for (int i = blockIdx.x; i < pairs; i += gridDim.x) {
+            const int row = i / a.heads;
+            if (a.counts[row] && a.places[row] == 0) start_row(a, row, i % a.heads);
+            __syncthreads();
+        }
+        grid_barrier(a.barrier);
+    }
     if constexpr (NORM != 0) {
         constexpr int PARTS = BLOCK_TOKENS / NORM_TOKENS;
         const int units = PARTS * (SCOPE ? a.heads : 1);
@@ -96,8 +98,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) flush(const __grid_constan
                 __syncthreads();
             }
         }
-        grid_barrier(a.barrier);
     }
+    grid_barrier(a.barrier);  // all have read num_blocks
+    if (blockIdx.x == 0)
+        for (int row = threadIdx.x; row < a.rows; row += THREADS) a.num_blocks[row] += a.counts[row];
     for (int i = blockIdx.x; i < 2 * pairs; i += gridDim.x) {
         const int row = i / 2 / a.heads, head = i / 2 % a.heads;
         for (int block = 0; block < a.counts[row]; block++) {
@@ -108,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flush(const __grid_constan
             __syncthreads();
         }
     }
+    if (!rest) return;
     grid_barrier(a.barrier);
     for (int i = blockIdx.x; i < pairs; i += gridDim.x)
         if (a.counts[i / a.heads]) move_tail(a, i / a.heads, i % a.heads);

@@ -29,20 +29,26 @@ __device__ __forceinline__ unsigned cluster_rank() {
     return rank;
 }
 
-// All threads of a cluster wait for each other, and see what the others have written to shared memory.
-__device__ __forceinline__ void cluster_barrier() {
+// All threads of a cluster arrive, and wait for each other to have arrived: then they see what the others wrote before.
+__device__ __forceinline__ void cluster_arrive() {
 #if PTX_90
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if PTX_90
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
 // The same place in the shared memory of another CTA of the cluster.
 template <typename T>
-__device__ __forceinline__ const T* of_rank(const T* shared, unsigned rank) {
+__device__ __forceinline__ T* of_rank(T* shared, unsigned rank) {
 #if PTX_90
     unsigned long long address;
     asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
-    return (const T*)address;
+    return (T*)address;
 #else
     return shared;
 #endif
