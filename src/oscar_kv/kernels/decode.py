@@ -108,8 +108,9 @@ def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: 
     is what was fastest on an H200 (benchmarks/kernels.md).
     """
     multiprocessors, shared = _properties(device)
-    of_warp = _short_bytes(layout, columns, 8, 8) // 8 + _SPARE
-    most = min(_most_warps(layout, _tiles(columns)[0]), shared // of_warp)  # warps of a multiprocessor
+    most = _most_warps(layout, _tiles(columns)[0])  # of a multiprocessor
+    while most and _short_bytes(layout, columns, most, 1) + _SPARE > shared:
+        most -= 1
     if most < 1:
         return None
     share = most // -(-units // multiprocessors)
