@@ -52,6 +52,8 @@ def commit() -> str:
 
     Elsewhere, in an installed package or a copy of the sources, what OSCAR_KV_COMMIT says, or nothing.
     """
+    if given := os.environ.get("OSCAR_KV_COMMIT"):
+        return given
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return os.environ.get("OSCAR_KV_COMMIT", "")
