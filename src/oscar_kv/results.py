@@ -48,15 +48,12 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The commit of a checkout of this project, "-dirty" with changes.
-
-    Elsewhere, in an installed package or a copy of the sources, what OSCAR_KV_COMMIT says, or nothing.
-    """
+    """What OSCAR_KV_COMMIT says, or the commit of a checkout of this project, "-dirty" with changes, or nothing."""
     if given := os.environ.get("OSCAR_KV_COMMIT"):
         return given
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
-        return os.environ.get("OSCAR_KV_COMMIT", "")
+        return ""
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -97,10 +94,18 @@ def gpu_provenance() -> dict[str, str]:
     }
 
 
+def _command() -> str:
+    program = Path(sys.argv[0])
+    words = [program.name]
+    if program.name == "__main__.py":  # python -m
+        words = ["python", "-m", f"oscar_kv.{program.parent.name}"]
+    return shlex.join([*words, *sys.argv[1:]])
+
+
 def _made() -> dict[str, str]:
     return {
         "commit": commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
 
