@@ -6,13 +6,14 @@ import typer
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
-from oscar_kv.cli import bench, demo, env, evaluate, generate
+from oscar_kv.cli import bench, demo, env, evaluate, generate, tasks
 
 app = typer.Typer(
     help="INT2 KV caches for transformers (OScaR, arXiv 2605.19660).", no_args_is_help=True, add_completion=False
 )
 app.command()(demo.demo)
 app.command()(generate.generate)
+evaluate.app.command()(tasks.tasks)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 app.command()(env.env)
