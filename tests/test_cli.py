@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import oscar_kv
+from models import byte_tokenizer
 from oscar_kv import OscarCache, OscarConfig, loading
 from oscar_kv.cli import app
 from oscar_kv.cli.shared import Preset
@@ -25,13 +25,7 @@ TEMPLATE = "{% for turn in messages %}<{{ turn['role'] }}>{{ turn['content'] }}{
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<end>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<end>")
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")

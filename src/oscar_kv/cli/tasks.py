@@ -83,6 +83,10 @@ def tasks(
         joined = ",".join(map(str, seq_length or ()))
         base = Setting(model, str(lm.dtype).removeprefix("torch."), limit, max_length, joined, "left", chat, attention)
         console = Console()
+
+        def announce(task: str, cache: str) -> None:
+            console.print(f"{task}, {cache}")
+
         for wanted in sets:
             setting = replace(base, truncate=wanted.truncate)
             make = partial(
@@ -90,7 +94,8 @@ def tasks(
                 tokenizer=tokenizer, batch_size=batch_size, max_length=max_length,
             )  # fmt: skip
             found = []
-            for result in compare(wanted.name, load_tasks(manager, wanted), chosen, make, setting, records, force):
+            loaded = load_tasks(manager, wanted)
+            for result in compare(wanted.name, loaded, chosen, make, setting, records, force, announce):
                 found.append(result)
                 if csv is not None and result.new:
                     results.append_rows(csv, _rows(result, setting))
@@ -117,17 +122,15 @@ def _number(value: float | None) -> str:
 def _table(found: list[Result], name: str, model: str) -> Table:
     table = Table(title=f"{name}, {model}", title_justify="left")
     for column in ("task", "metric", "cache"):
-        table.add_column(column)
-    for column in ("value", "standard error", f"minus {REFERENCE}", "95 % interval", "items"):
+        table.add_column(column, overflow="fold")
+    for column in ("value", f"minus {REFERENCE}", "95 % interval", "items"):
         table.add_column(column, justify="right")
     for task in dict.fromkeys(result.task for result in found):
-        results_of = [result for result in found if result.task == task]
-        for metric in results_of[0].estimates:
-            for result in results_of:
+        own = [result for result in found if result.task == task]
+        for metric in own[0].estimates:
+            for result in own:
                 x = result.estimates[metric]
-                interval = "" if x.diff is None else f"{x.low:+.4f} to {x.high:+.4f}"
-                diff = "" if x.diff is None else f"{x.diff:+.4f}"
-                row = (task, metric, result.cache, f"{x.value:.4f}", f"{x.stderr:.4f}", diff, interval, str(x.n))
-                table.add_row(*row)
+                differs = ("", "") if x.diff is None else (f"{x.diff:+.4f}", f"{x.low:+.4f} to {x.high:+.4f}")
+                table.add_row(task, metric, result.cache, f"{x.value:.4f} ± {x.stderr:.4f}", *differs, str(x.n))
         table.add_section()
     return table

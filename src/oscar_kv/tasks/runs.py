@@ -52,6 +52,7 @@ def compare(
     setting: Setting,
     records: Records,
     force: bool = False,
+    announce: Callable[[str, str], None] = lambda task, cache: None,
 ) -> Iterator[Result]:
     """Run tasks with every cache, and give each result when it is there; averages come last.
 
@@ -63,12 +64,15 @@ def compare(
         setting: What the model is, and how it is asked.
         records: Runs done before, which are not repeated; new ones are added once their result has been taken.
         force: Repeat them all the same.
+        announce: Called with task and cache before each run.
     """
     runs: dict[str, list[Run]] = {cache: [] for cache in caches}
     new = dict.fromkeys(caches, False)
     for task_name, task in loaded.items():
         for cache in caches:
             known = None if force else records.get(setting, task_name, cache)
+            if known is None:
+                announce(task_name, cache)
             made = known or run(make(cache), task, setting, cache)
             runs[cache].append(made)
             new[cache] |= known is None

@@ -24,11 +24,11 @@ _FINISH: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one task.
+    """One metric of one task: ``finish`` of the sum of ``values`` over the sum of ``weights``.
 
     Args:
         value: As reported.
-        values: By item.
+        values: By item; NaN where ``value`` is made in another way.
         weights: By item.
         strata: By item, from 0: the mean is taken in each stratum, then over the strata, unweighted.
         finish: What is made of the mean: "mean" (nothing), "perplexity" or "bits_per_byte".
@@ -38,7 +38,7 @@ class Score:
     values: list[float]
     weights: list[float]
     strata: list[int]
-    finish: str
+    finish: str = "mean"
 
     @property
     def n(self) -> int:
@@ -52,29 +52,39 @@ class Score:
         for stratum in strata.unique():
             items = (strata == stratum).nonzero().squeeze(1)
             drawn = items[torch.randint(len(items), (RESAMPLES, len(items)), generator=generator)]
-            means.append((values * weights)[drawn].sum(1) / weights[drawn].sum(1))
+            means.append(values[drawn].sum(1) / weights[drawn].sum(1))
         return _FINISH[self.finish](torch.stack(means).mean(0))
 
 
 def score(value: float, items: Sequence[Any]) -> Score | None:
-    """The score that lm-eval reports as ``value`` over ``items``, numbers or pairs of a number and its weight.
+    """The score that lm-eval reports as ``value`` over ``items``: numbers, or pairs of a sum and its weight.
+
+    How the value is made of them is found by making it again. Where that fails (BLEU, say) the score has its value,
+    and no standard error.
 
     Returns:
-        None if the value is not made of a mean over items (BLEU, say), or says nothing about any of them.
+        None if no item has a value.
     """
-    try:
-        pairs = [tuple(map(float, item)) if isinstance(item, tuple | list) else (float(item), 1.0) for item in items]
-    except (TypeError, ValueError):
+    pairs = [pair for pair in map(_pair, items) if pair is not None]
+    with_value = [pair for pair in pairs if pair[0] != NO_VALUE]
+    for kept in (pairs, with_value) if with_value and len(pairs) == len(items) else ():
+        values, weights = [x for x, _ in kept], [w for _, w in kept]
+        mean = torch.tensor(math.fsum(values), dtype=torch.float64) / math.fsum(weights)
+        for name, finish in _FINISH.items():
+            if math.isclose(float(finish(mean)), value, rel_tol=1e-6, abs_tol=1e-9):
+                return Score(value, values, weights, [0] * len(values), name)
+    if pairs and not with_value:
         return None
-    if any(len(pair) != 2 for pair in pairs):
-        return None
-    for kept in (pairs, [pair for pair in pairs if pair[0] != NO_VALUE]):
-        if kept and any(x != NO_VALUE for x, _ in kept):
-            values, weights = [x for x, _ in kept], [w for _, w in kept]
-            mean = math.fsum(x * w for x, w in kept) / math.fsum(weights) if sum(weights) else math.nan
-            for name, finish in _FINISH.items():
-                if math.isclose(float(finish(torch.tensor(mean).double())), value, rel_tol=1e-6, abs_tol=1e-9):
-                    return Score(value, values, weights, [0] * len(values), name)
+    return Score(value, [math.nan] * len(items), [1.0] * len(items), [0] * len(items))
+
+
+def _pair(item: Any) -> tuple[float, float] | None:
+    """A sum and its weight, or None for anything else."""
+    match item:
+        case int() | float():
+            return float(item), 1.0
+        case (int() | float() as total, int() | float() as weight):
+            return float(total), float(weight)
     return None
 
 
