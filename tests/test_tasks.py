@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,12 @@ from models import byte_tokenizer, make_model
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.cli import app
 from oscar_kv.evaluate import REFERENCE, compare
+from oscar_kv.loading import DEMO_MODEL, load
 from oscar_kv.tasks.model import OscarLM
-from oscar_kv.tasks.presets import TASK_SETS, task_set
+from oscar_kv.tasks.presets import TASK_SETS, TaskSet, task_set
 from oscar_kv.tasks.records import Records, Run, Setting
-from oscar_kv.tasks.runs import estimates
+from oscar_kv.tasks.runs import compare as compare_caches
+from oscar_kv.tasks.runs import estimates, load_tasks
 from oscar_kv.tasks.scores import RESAMPLES, Score, by_length, estimate, score
 
 ROOT = Path(__file__).parents[1]
@@ -253,6 +257,55 @@ def test_records_come_back_from_their_file(tmp_path):
         Records(path)
 
 
+def compared(lm, manager, tasks, records, setting, caches=(REFERENCE, "default"), force=False):
+    """Results by task and cache, and what was run for them."""
+    ran = []
+    loaded = load_tasks(manager, TaskSet("pair", tasks))
+    found = compare_caches(
+        "pair", loaded, caches, lm, setting, records, force, lambda *names: ran.append(names)
+    )  # fmt: skip
+    return {(result.task, result.cache): result for result in found}, ran
+
+
+def test_a_set_is_averaged_and_paired_with_the_16_bit_cache(lm, tmp_path):
+    second = {"include": str(DATA / "mini_choice.yaml"), "task": "mini_second", "doc_to_text": "{{story}} {{question}}"}
+    (tmp_path / "second.yaml").write_text(json.dumps(second), encoding="utf-8")  # JSON is YAML
+    manager = TaskManager(include_path=[DATA, tmp_path], include_defaults=False)
+    names, setting = ("mini_choice", "mini_second"), Setting("m", "float32")
+    found, ran = compared(lm, manager, names, Records(None), setting)
+    assert ran == [(name, cache) for name in names for cache in (REFERENCE, "default")]
+    for metric in ("acc", "acc_norm"):
+        for cache in (REFERENCE, "default"):
+            parts = [found[name, cache].estimates[metric] for name in names]
+            average = found["pair", cache].estimates[metric]
+            assert average.value == pytest.approx(sum(part.value for part in parts) / 2)
+            assert average.n == 12
+        exact = found["pair", REFERENCE].estimates[metric]
+        assert exact.diff is None
+        assert average.diff == pytest.approx(average.value - exact.value)
+        assert average.low <= average.diff <= average.high
+
+
+def test_what_was_run_is_not_run_again(lm, manager, tmp_path):
+    path, setting, task = tmp_path / "items.jsonl", Setting("m", "float32"), ("mini_choice",)
+    first, ran = compared(lm, manager, task, Records(path), setting, [REFERENCE])
+    assert ran == [("mini_choice", REFERENCE)]
+    both, ran = compared(lm, manager, task, Records(path), setting)
+    assert ran == [("mini_choice", "default")]
+    assert (both["mini_choice", REFERENCE].new, both["mini_choice", "default"].new) == (False, True)
+    assert both["mini_choice", REFERENCE].estimates == first["mini_choice", REFERENCE].estimates
+    again, ran = compared(lm, manager, task, Records(path), setting)
+    assert ran == []
+    assert again["mini_choice", "default"].estimates == both["mini_choice", "default"].estimates
+    alone, ran = compared(lm, manager, task, Records(path), setting, ["default"], force=True)
+    assert ran == [("mini_choice", "default")]
+    assert alone["mini_choice", "default"].estimates == both["mini_choice", "default"].estimates
+    few, ran = compared(lm, manager, task, Records(path), replace(setting, limit=2), ["default"])
+    assert ran == [("mini_choice", "default")]
+    assert few["mini_choice", "default"].estimates["acc"].n == 2
+    assert few["mini_choice", "default"].estimates["acc"].diff is None  # the 16-bit cache did all items
+
+
 @pytest.fixture(scope="module")
 def folder(model, tokenizer, tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
@@ -267,64 +320,57 @@ def invoke(*arguments, code=0):
     return result.output
 
 
-def rows_of(path):
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def test_eval_tasks_appends_rows_and_resumes(folder, tmp_path, evaluated):
+def test_eval_tasks_appends_rows(folder, tmp_path, evaluated):
     table = tmp_path / "rows.csv"
-    options = ("eval", "tasks", folder, "--include-path", DATA, "--batch-size", 3, "--max-length", 4096, "--csv", table)
-    first = invoke(*options, "--task", "mini_longbench", "--cache", REFERENCE)
-    assert f"mini_longbench, {REFERENCE}" in first
-    both = ("--task", "mini_longbench", "--cache", "default", "--cache", REFERENCE)
-    second = invoke(*options, *both)
-    assert "mini_longbench, default" in second
-    assert f"mini_longbench, {REFERENCE}" not in second  # resumed
-    rows = rows_of(table)
-    assert [(r["metric"], r["cache"]) for r in rows] == [
+    options = ("--include-path", DATA, "--batch-size", 3, "--max-length", 4096, "--csv", table)
+    output = invoke("eval", "tasks", folder, "--task", "mini_longbench", *options)
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["metric"], row["cache"]) for row in rows] == [
         (metric, cache) for cache in (REFERENCE, "default") for metric in ("score", "score_by_length")
     ]
     truth = {cache: evaluated(cache)["results"]["mini_longbench"]["score,none"] for cache in (REFERENCE, "default")}
     for row in rows:
+        assert f"{float(row['value']):.4f} ± {float(row['stderr']):.4f}" in output
         assert row["n"] == "9"
         assert all(row[name] for name in ("hardware", "torch", "transformers", "lm_eval", "command", "date"))
         if row["metric"] == "score":
             assert float(row["value"]) == pytest.approx(truth[row["cache"]], rel=1e-5)
+    assert rows[0]["diff"] == ""
     assert float(rows[2]["diff"]) == pytest.approx(truth["default"] - truth[REFERENCE], abs=1e-4)
     assert float(rows[2]["diff_low"]) < float(rows[2]["diff"]) < float(rows[2]["diff_high"])
-    assert rows[0]["diff"] == ""
-
-    third = invoke(*options, *both)
-    assert "mini_longbench, " not in third.split("minus")[0].replace(f"mini_longbench, {folder}", "")
-    assert rows_of(table) == rows
-    invoke(*options, "--task", "mini_longbench", "--cache", "default", "--limit", 2)  # another setting
-    assert [r["n"] for r in rows_of(table)[4:]] == ["2", "2"]
-    invoke(*options, "--task", "mini_longbench", "--cache", "default", "--force")
-    assert len(rows_of(table)) == 8
-    assert len((tmp_path / "rows.csv.items.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+    assert len((tmp_path / "rows.csv.items.jsonl").read_text(encoding="utf-8").splitlines()) == 2
 
 
-def test_eval_tasks_averages_a_group(folder, tmp_path):
-    group = {"group": "mini_all", "task": ["mini_gsm8k", "mini_longbench"], "metadata": {"version": 1}}
-    (tmp_path / "mini_all.yaml").write_text(json.dumps(group), encoding="utf-8")  # JSON is YAML
-    for file in DATA.glob("mini_*"):
-        if file.suffix in (".yaml", ".py"):
-            (tmp_path / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
-    output = invoke("eval", "tasks", folder, "--task", "mini_all", "--include-path", tmp_path, "--limit", 2)
-    for name in ("mini_gsm8k", "mini_longbench"):
-        assert f"{name}, default" in output
+def test_eval_tasks_says_what_is_wrong_in_one_line(folder, monkeypatch):
+    def one_line(*options):
+        output = invoke("eval", "tasks", folder, "--task", "gsm8k", *options, code=1)
+        assert len(output.strip().splitlines()) == 1
+        return output
+
+    assert "no cache best" in one_line("--cache", "best")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "lm_eval.models.huggingface")
+    assert "pip install 'oscar-kv[eval]'" in one_line()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--task", "gsm9k"), "no task gsm9k"),
-        (("--task", "gsm8k", "--cache", "best"), "no cache best"),
-        (("--task", "gsm8k", "--dtype", "int2"), "dtype"),
-    ],
-)
-def test_eval_tasks_says_what_is_wrong_in_one_line(folder, options, message):
-    output = invoke("eval", "tasks", folder, *options, code=1)
-    assert message in output
-    assert len(output.strip().splitlines()) == 1
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_on_a_real_model(manager):
+    """SmolLM2-135M-Instruct in float32, downloaded once: 16-bit codes change nothing, 4 bits little, 2 bits more."""
+    model, tokenizer = load(DEMO_MODEL, "float32")
+
+    def of(cache, kind=OscarLM):
+        given = {} if kind is HFLM else {"cache": cache}
+        made = kind(model, tokenizer=tokenizer, batch_size=2, max_length=2048, **given)
+        return simple_evaluate(made, tasks=[*GENERATED, *SCORED], task_manager=manager, bootstrap_iters=0)
+
+    plain, unquantized, four, two = of(REFERENCE, HFLM), of("unquantized"), of("four-bit"), of("default")
+    for task in GENERATED:
+        assert answers(unquantized, task) == answers(plain, task)
+        assert unquantized["results"][task] == plain["results"][task]
+    for task in SCORED:
+        exact = log_likelihoods(plain, task)
+        torch.testing.assert_close(log_likelihoods(unquantized, task), exact, atol=1e-3, rtol=1e-5)
+        errors = [(log_likelihoods(found, task) - exact).abs().mean().item() for found in (four, two)]
+        assert 1e-3 < errors[0] < errors[1] < 20

@@ -92,7 +92,12 @@ def _references(records: Records, runs: Sequence[Run]) -> list[Run | None]:
 def run(lm: OscarLM, task: Task, setting: Setting, cache: str) -> Run:
     """Run a task by lm-eval; ``setting`` and ``cache`` say what ``lm`` is."""
     found = simple_evaluate(
-        lm, tasks=[task], limit=setting.limit, apply_chat_template=setting.chat, log_samples=True, bootstrap_iters=0
+        lm,
+        tasks=[task],
+        task_manager=TaskManager(include_defaults=False),  # the task is loaded already
+        limit=setting.limit,
+        apply_chat_template=setting.chat,
+        bootstrap_iters=0,
     )
     name = task.task_name
     samples, reported = found["samples"][name], found["results"][name]
