@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 # The same examples on every run, and no time limit for one: the machines that run the tests are shared.
 settings.register_profile("oscar", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("oscar")
+
+collect_ignore = [] if find_spec("lm_eval") else ["test_tasks.py"]  # the GPU tests run without the extra "eval"
 
 
 @pytest.fixture(scope="session")

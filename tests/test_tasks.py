@@ -24,7 +24,7 @@ from oscar_kv.tasks.model import OscarLM
 from oscar_kv.tasks.presets import TASK_SETS, TaskSet, task_set
 from oscar_kv.tasks.records import Records, Run, Setting
 from oscar_kv.tasks.runs import compare as compare_caches
-from oscar_kv.tasks.runs import estimates, load_tasks
+from oscar_kv.tasks.runs import estimates, load_tasks, run
 from oscar_kv.tasks.scores import RESAMPLES, Score, by_length, estimate, score
 
 ROOT = Path(__file__).parents[1]
@@ -174,6 +174,8 @@ def test_the_sets_are_tasks_of_lm_eval():
     assert task_set("hellaswag", known).tasks == ("hellaswag",)
     with pytest.raises(ValueError, match="no task hellaswags"):
         task_set("hellaswags", known)
+    with pytest.raises(NotImplementedError, match="lmms-eval"):
+        task_set("ocrbench", known)
 
 
 @pytest.mark.parametrize("task", [*GENERATED, *SCORED])
@@ -340,6 +342,29 @@ def test_eval_tasks_appends_rows(folder, tmp_path, evaluated):
     assert float(rows[2]["diff"]) == pytest.approx(truth["default"] - truth[REFERENCE], abs=1e-4)
     assert float(rows[2]["diff_low"]) < float(rows[2]["diff"]) < float(rows[2]["diff_high"])
     assert len((tmp_path / "rows.csv.items.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_lm_eval_finds_the_model_by_its_name(folder, manager, evaluated):
+    found = simple_evaluate(
+        "oscar", f"pretrained={folder},cache=quality,max_length=4096", tasks=["mini_choice"], task_manager=manager,
+        batch_size=3, device="cpu", bootstrap_iters=0,
+    )  # fmt: skip
+    truth = log_likelihoods(evaluated("quality"), "mini_choice")
+    torch.testing.assert_close(log_likelihoods(found, "mini_choice"), truth)
+    assert not torch.equal(truth, log_likelihoods(evaluated("default"), "mini_choice"))
+
+
+def test_too_short_a_model_is_refused(lm, manager):
+    task = load_tasks(manager, TaskSet("", ("mini_longbench",)))["mini_longbench"]
+    with pytest.raises(ValueError, match="generates 32 tokens"):
+        run(lm("default", max_length=32), task, Setting("m", "float32"), "default")
+
+
+def test_eval_tasks_refuses_a_file_with_other_columns(folder, tmp_path):
+    table = tmp_path / "rows.csv"
+    table.write_text("a,b\n", encoding="utf-8")
+    output = invoke("eval", "tasks", folder, "--task", "gsm8k", "--csv", table, code=1)
+    assert "has the columns a, b" in output.strip().splitlines()[0]
 
 
 def test_eval_tasks_says_what_is_wrong_in_one_line(folder, monkeypatch):

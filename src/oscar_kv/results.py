@@ -110,6 +110,20 @@ def _made() -> dict[str, str]:
     }
 
 
+def check_columns(path: Path, columns: Sequence[str]) -> None:
+    """See that rows with these columns can be appended to a CSV file, which may be empty or not there.
+
+    Raises:
+        ValueError: The file has other columns.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open(newline="", encoding="utf-8") as file:
+        header = next(csv.reader(file))
+    if header != list(columns):
+        raise ValueError(f"{path} has the columns {', '.join(header)}, not {', '.join(columns)}")
+
+
 def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Append rows with the same columns to a CSV file; a new file gets a header.
 
@@ -117,12 +131,8 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         ValueError: The file has other columns.
     """
     columns = list(rows[0])
+    check_columns(path, columns)
     new = not path.exists() or path.stat().st_size == 0
-    if not new:
-        with path.open(newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file))
-        if header != columns:
-            raise ValueError(f"{path} has the columns {', '.join(header)}, not {', '.join(columns)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")

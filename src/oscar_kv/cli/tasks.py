@@ -20,6 +20,7 @@ from oscar_kv.evaluate import REFERENCE
 from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, demo_folder, import_extra, load
 from oscar_kv.tasks.presets import TASK_SETS, task_set
 from oscar_kv.tasks.records import Records, Setting
+from oscar_kv.tasks.scores import Estimate
 
 if TYPE_CHECKING:
     from oscar_kv.tasks.runs import Result
@@ -82,6 +83,8 @@ def tasks(
         lm, tokenizer = load(model, dtype)
         joined = ",".join(map(str, seq_length or ()))
         base = Setting(model, str(lm.dtype).removeprefix("torch."), limit, max_length, joined, "left", chat, attention)
+        if csv is not None:  # before hours are spent
+            results.check_columns(csv, list(_row(base, "", "", "", Estimate(0.0, 0.0, 0))))
         console = Console()
 
         def announce(task: str, cache: str) -> None:
@@ -97,22 +100,21 @@ def tasks(
             loaded = load_tasks(manager, wanted)
             for result in compare(wanted.name, loaded, chosen, make, setting, records, force, announce):
                 found.append(result)
-                if csv is not None and result.new:
-                    results.append_rows(csv, _rows(result, setting))
+                if csv is not None and result.new and result.estimates:
+                    pairs = result.estimates.items()
+                    rows = [_row(setting, result.task, result.cache, metric, x) for metric, x in pairs]
+                    results.append_rows(csv, rows)
             console.print(_table(found, wanted.name, model))
 
 
-def _rows(result: Result, setting: Setting) -> list[dict[str, object]]:
+def _row(setting: Setting, task: str, cache: str, metric: str, x: Estimate) -> dict[str, object]:
     conditions = {name: value for name, value in asdict(setting).items() if name != "model"}
     made = {"lm_eval": version("lm_eval"), **results.provenance()}
-    return [
-        {
-            "model": setting.model, "task": result.task, "metric": metric, "cache": result.cache,
-            "value": f"{x.value:.6g}", "stderr": f"{x.stderr:.4g}", "diff": _number(x.diff),
-            "diff_low": _number(x.low), "diff_high": _number(x.high), "n": x.n, **conditions, **made,
-        }
-        for metric, x in result.estimates.items()
-    ]  # fmt: skip
+    return {
+        "model": setting.model, "task": task, "metric": metric, "cache": cache,
+        "value": f"{x.value:.6g}", "stderr": f"{x.stderr:.4g}", "diff": _number(x.diff),
+        "diff_low": _number(x.low), "diff_high": _number(x.high), "n": x.n, **conditions, **made,
+    }  # fmt: skip
 
 
 def _number(value: float | None) -> str:

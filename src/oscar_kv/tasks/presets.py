@@ -48,6 +48,9 @@ TASK_SETS = {
 }
 
 
+_MULTIMODAL = ("mmau", "mmau-pro", "mmau_pro", "ocrbench")
+
+
 def task_set(name: str, known: Sequence[str]) -> TaskSet:
     """The set of this name; any other name is one of lm-eval's tasks, groups or tags.
 
@@ -57,7 +60,13 @@ def task_set(name: str, known: Sequence[str]) -> TaskSet:
 
     Raises:
         ValueError: lm-eval does not know it, or not all tasks of the set.
+        NotImplementedError: It asks about images or sound.
     """
+    if name.lower() in _MULTIMODAL:
+        raise NotImplementedError(
+            f"{name} is a task of lmms-eval, not of lm-eval, and has no numbers by item to compare: "
+            "benchmarks/README.md says how to give lmms-eval a packed cache"
+        )
     found = TASK_SETS.get(name, TaskSet(name, (name,)))
     if unknown := [task for task in found.tasks if task not in known]:
         raise ValueError(

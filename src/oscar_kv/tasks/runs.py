@@ -90,7 +90,14 @@ def _references(records: Records, runs: Sequence[Run]) -> list[Run | None]:
 
 
 def run(lm: OscarLM, task: Task, setting: Setting, cache: str) -> Run:
-    """Run a task by lm-eval; ``setting`` and ``cache`` say what ``lm`` is."""
+    """Run a task by lm-eval; ``setting`` and ``cache`` say what ``lm`` is.
+
+    Raises:
+        ValueError: The task generates more tokens than the model's maximal length.
+    """
+    new = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", lm.max_gen_toks)
+    if task.get_config("output_type") == "generate_until" and new >= lm.max_length:
+        raise ValueError(f"{task.task_name} generates {new} tokens: a maximal length of {lm.max_length} is too short")
     found = simple_evaluate(
         lm,
         tasks=[task],
