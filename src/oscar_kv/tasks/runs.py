@@ -62,7 +62,7 @@ def compare(
         caches: Their names, the 16-bit cache first.
         make: Gives the model with a cache.
         setting: What the model is, and how it is asked.
-        records: Runs done before, which are not repeated; new ones are added once their result has been taken.
+        records: Runs done before, which are not repeated; new ones are added.
         force: Repeat them all the same.
         announce: Called with task and cache before each run.
     """
@@ -71,14 +71,14 @@ def compare(
     for task_name, task in loaded.items():
         for cache in caches:
             known = None if force else records.get(setting, task_name, cache)
-            if known is None:
+            made = known
+            if made is None:
                 announce(task_name, cache)
-            made = known or run(make(cache), task, setting, cache)
+                made = run(make(cache), task, setting, cache)
+                records.add(made)
             runs[cache].append(made)
             new[cache] |= known is None
             yield Result(task_name, cache, estimates([made], _references(records, [made])), known is None)
-            if known is None:
-                records.add(made)
     if len(loaded) > 1:
         for cache in caches:
             yield Result(name, cache, estimates(runs[cache], _references(records, runs[cache])), new[cache])
