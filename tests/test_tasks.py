@@ -65,15 +65,14 @@ def lm(model, tokenizer):
 
 @pytest.fixture(scope="module")
 def evaluated(lm, manager):
-    """What lm-eval gives for all tasks, by model and cache; evaluated once."""
+    """What lm-eval gives for a task, by model and cache; evaluated once."""
     found = {}
 
-    def of(cache, kind=OscarLM, **options):
-        key = (cache, kind, *options.items())
+    def of(task, cache, kind=OscarLM, **options):
+        key = (task, cache, kind, *options.items())
         if key not in found:
-            tasks = [*GENERATED, *SCORED]
             made = lm(cache, kind, **options)
-            found[key] = simple_evaluate(made, tasks=tasks, task_manager=manager, bootstrap_iters=0)
+            found[key] = simple_evaluate(made, tasks=[task], task_manager=manager, bootstrap_iters=0)
         return found[key]
 
     return of
@@ -86,7 +85,7 @@ def answers(found, task):
 
 @pytest.mark.parametrize("task", GENERATED)
 def test_a_16_bit_oscar_cache_generates_what_plain_hflm_does(evaluated, task):
-    plain, ours = evaluated(REFERENCE, HFLM), evaluated("unquantized")
+    plain, ours = evaluated(task, REFERENCE, HFLM), evaluated(task, "unquantized")
     prompts = {s["arguments"][0][0] for s in plain["samples"][task]}
     assert min(map(len, prompts)) > 300  # bytes, and so tokens: past two blocks
     assert answers(ours, task) == answers(plain, task)
@@ -97,12 +96,12 @@ def test_a_16_bit_oscar_cache_generates_what_plain_hflm_does(evaluated, task):
 
 @pytest.mark.parametrize("task", GENERATED)
 def test_the_packed_cache_is_in_the_generation(evaluated, task):
-    assert answers(evaluated("default"), task) != answers(evaluated(REFERENCE, HFLM), task)
+    assert answers(evaluated(task, "default"), task) != answers(evaluated(task, REFERENCE, HFLM), task)
 
 
 @pytest.mark.parametrize("task", [*GENERATED, *SCORED])
 def test_without_a_packed_cache_it_is_hflm(evaluated, task):
-    assert answers(evaluated(REFERENCE), task) == answers(evaluated(REFERENCE, HFLM), task)
+    assert answers(evaluated(task, REFERENCE), task) == answers(evaluated(task, REFERENCE, HFLM), task)
 
 
 def log_likelihoods(found, task):
@@ -112,7 +111,7 @@ def log_likelihoods(found, task):
 @pytest.mark.parametrize("task", SCORED)
 @pytest.mark.parametrize("options", [{}, {"attention": "sdpa"}, {"batch_size": 1}])
 def test_log_likelihoods_over_a_16_bit_oscar_cache_are_those_of_hflm(evaluated, task, options):
-    plain, ours = evaluated(REFERENCE, HFLM), evaluated("unquantized", **options)
+    plain, ours = evaluated(task, REFERENCE, HFLM), evaluated(task, "unquantized", **options)
     torch.testing.assert_close(log_likelihoods(ours, task), log_likelihoods(plain, task), atol=1e-4, rtol=1e-6)
 
 
@@ -181,7 +180,7 @@ def test_the_sets_are_tasks_of_lm_eval():
 @pytest.mark.parametrize("task", [*GENERATED, *SCORED])
 def test_scores_remake_what_lm_eval_reports(evaluated, task):
     """And from the items of one run, those of the same metric in another."""
-    found = evaluated("default")
+    found = evaluated(task, "default")
     for key, value in found["results"][task].items():
         metric, _, chosen = key.partition(",")
         if chosen and not metric.endswith("_stderr"):
@@ -331,7 +330,10 @@ def test_eval_tasks_appends_rows(folder, tmp_path, evaluated):
     assert [(row["metric"], row["cache"]) for row in rows] == [
         (metric, cache) for cache in (REFERENCE, "default") for metric in ("score", "score_by_length")
     ]
-    truth = {cache: evaluated(cache)["results"]["mini_longbench"]["score,none"] for cache in (REFERENCE, "default")}
+    truth = {
+        cache: evaluated("mini_longbench", cache)["results"]["mini_longbench"]["score,none"]
+        for cache in (REFERENCE, "default")
+    }
     for row in rows:
         assert f"{float(row['value']):.4f} ± {float(row['stderr']):.4f}" in output
         assert row["n"] == "9"
@@ -349,9 +351,9 @@ def test_lm_eval_finds_the_model_by_its_name(folder, manager, evaluated):
         "oscar", f"pretrained={folder},cache=quality,max_length=4096", tasks=["mini_text"], task_manager=manager,
         batch_size=3, device="cpu", bootstrap_iters=0,
     )  # fmt: skip
-    truth = log_likelihoods(evaluated("quality"), "mini_text")
+    truth = log_likelihoods(evaluated("mini_text", "quality"), "mini_text")
     torch.testing.assert_close(log_likelihoods(found, "mini_text"), truth)
-    assert not torch.equal(truth, log_likelihoods(evaluated("default"), "mini_text"))
+    assert not torch.equal(truth, log_likelihoods(evaluated("mini_text", "default"), "mini_text"))
 
 
 def test_too_short_a_model_is_refused(lm, manager):
