@@ -17,7 +17,8 @@ from oscar_kv import results
 from oscar_kv.cache import ATTENTION_NAME
 from oscar_kv.cli.shared import errors_in_one_line
 from oscar_kv.evaluate import REFERENCE
-from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, demo_folder, import_extra, load
+from oscar_kv.extras import import_extra
+from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, demo_folder, load
 from oscar_kv.tasks.presets import TASK_SETS, task_set
 from oscar_kv.tasks.records import Records, Setting
 from oscar_kv.tasks.scores import Estimate
