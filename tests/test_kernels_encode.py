@@ -202,9 +202,9 @@ def test_rows_with_their_own_starts_counts_and_places() -> None:
         assert (norms[row, others].view(torch.int16) == -1).all()
 
 
-@pytest.mark.parametrize("exponent", [0.5, 0.3])
-def test_equalizer_and_sinks_of_fresh_rows(exponent: float) -> None:
-    config = replace(DEFAULT, equalize=exponent)
+@pytest.mark.parametrize(("exponent", "query_exponent"), [(0.5, 0.25), (0.3, 0.5), (0.5, 0.0)])
+def test_equalizer_and_sinks_of_fresh_rows(exponent: float, query_exponent: float) -> None:
+    config = replace(DEFAULT, equalize=exponent, equalize_queries=query_exponent)
     keys, values = tokens(config, 128, 64, torch.bfloat16)
     keys[0, 0, 50, 3] = torch.nan
     keys[0, 1, :128] = 1.0
@@ -212,8 +212,12 @@ def test_equalizer_and_sinks_of_fresh_rows(exponent: float) -> None:
     plan = torch.tensor([[0, 128], [2, 1], [0, 1]], dtype=torch.int32, device=DEVICE)  # row 1 is no fresh one
     sinks = [torch.full((BATCH, HEADS, 4, d), 9.0, dtype=keys.dtype, device=DEVICE) for d in (128, 64)]
     equalizer = torch.full((BATCH, HEADS, 128), 9.0, device=DEVICE)
-    start_rows(keys.to(DEVICE), values.to(DEVICE), layout, plan, (sinks[0], sinks[1]), equalizer)
-    expected = channel_equalizer(keys[:, :, :128].float(), exponent, config.key_group, 4)
+    power = None
+    if query_exponent:
+        power = torch.randn(BATCH, HEADS, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).exp()
+        power[0, 0, 7], power[0, 2] = 0.0, 0.0
+    start_rows(keys.to(DEVICE), values.to(DEVICE), layout, plan, (sinks[0], sinks[1]), equalizer, on_gpu(power))
+    expected = channel_equalizer(keys[:, :, :128].float(), exponent, config.key_group, 4, power, query_exponent)
     torch.testing.assert_close(equalizer[0].cpu(), expected[0], rtol=1e-5, atol=0.0)
     for stored, x in zip(sinks, (keys, values), strict=True):
         torch.testing.assert_close(stored[0].cpu(), x[0, :, :4], rtol=0.0, atol=0.0, equal_nan=True)

@@ -41,6 +41,12 @@ def _tokens(batch: int, length: int, *, dtype: torch.dtype = torch.float32, seed
     return keys.to(dtype), values.to(dtype)
 
 
+def _queries(keys: Tensor) -> Tensor:
+    """Two query heads per KV head, whose channels have unequal sizes; a token's depend on its keys alone."""
+    sizes = torch.linspace(0.1, 3.0, keys.shape[-1], dtype=keys.dtype)
+    return torch.stack((keys.flip(-1) * sizes, keys.roll(1, -1)), dim=2).flatten(1, 2)
+
+
 class Run:
     """A cache of one layer, fed as OscarCache feeds its layers, and the tokens that each of its rows should hold."""
 
@@ -78,7 +84,7 @@ class Run:
             recent = self.layer.append(keys[:, :, start:stop], values[:, :, start:stop], part)
             if check:
                 self.check_dense(self.layer.dense(recent), first + stop - start)
-            self.layer.commit(recent)
+            self.layer.commit(recent, _queries(keys[:, :, start:stop]))
         return self
 
     def crop(self, columns: int) -> None:
@@ -102,9 +108,13 @@ class Run:
     def packed(self, b: int, blocks: int) -> tuple[PackedBlocks, Tensor | None]:
         """Row b's first blocks, encoded at once and by themselves, and its equalization vector."""
         keys, values = self.keys[b][None, :, : 128 * blocks], self.values[b][None, :, : 128 * blocks]
-        equalizer, sinks = None, self.config.num_sinks
-        if self.config.equalize and self.config.key_bits != 16:
-            equalizer = channel_equalizer(keys[:, :, :128].float(), self.config.equalize, self.config.key_group, sinks)
+        config, equalizer, sinks = self.config, None, self.config.num_sinks
+        if config.equalize and config.key_bits != 16:
+            first = keys[:, :, :128]
+            power = _queries(first)[:, :, sinks:].double().square().sum(2).unflatten(1, (HEADS, 2)).sum(2)
+            equalizer = channel_equalizer(
+                first.float(), config.equalize, config.key_group, sinks, power, config.equalize_queries
+            )
         return encode(keys, values, self.config, equalizer=equalizer, num_sinks=sinks), equalizer
 
     def check_rows(self, hold: int = 0) -> None:
@@ -597,7 +607,8 @@ def test_memory_bytes_is_every_tensor() -> None:
         assert memory["norms"] == (0 if layer.norms is None else blocks * norm_heads * 128 * 2)
         assert memory["tail"] == layer.tail_keys.nbytes + layer.tail_values.nbytes
         assert memory["sinks"] == layer.batch * HEADS * run.config.num_sinks * (KEY_DIM + VALUE_DIM) * 4
-        assert memory["equalizer"] == (0 if layer.equalizer is None else layer.batch * HEADS * KEY_DIM * 4)
+        numbers = 0 if layer.equalizer is None else layer.batch * HEADS * KEY_DIM
+        assert memory["equalizer"] == numbers * (4 + 8)  # the vector, and the power of the queries in float64
         assert min(memory.values()) >= 0
 
 

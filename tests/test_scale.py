@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oscar_kv.observe import add_query_power
 from oscar_kv.rotate import rotate
 from oscar_kv.scale import channel_equalizer, divide_by_norm, token_norm
 
@@ -235,3 +236,44 @@ def test_equalizer_of_degenerate_channels_is_finite_and_positive() -> None:
         e = channel_equalizer(x, 0.5, 32, 4)
         assert e.isfinite().all()
         assert (e > 0).all()
+
+
+def _relative_queries(power: Tensor, exponent: float) -> Tensor:
+    """One head of sums of squares (dim,): the formula, number by number."""
+    rms = [math.sqrt(x) for x in power.tolist()]
+    mean = math.fsum(rms) / len(rms)
+    return torch.tensor([max(x / mean, 1 / 32) ** exponent if mean else 1.0 for x in rms], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.25, 0.5, 1.0])
+def test_equalizer_looks_at_queries(exponent: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(2, 3, 128, 48, generator=generator)
+    power = torch.randn(2, 3, 48, generator=generator, dtype=torch.float64).mul(2).exp()
+    power[0, 0, 5] = 0.0  # smaller than what is made up for
+    power[1, 2] = 0.0  # no queries
+    e = channel_equalizer(keys, 0.5, 32, 4, power, exponent)
+    alone = channel_equalizer(keys, 0.5, 32, 4)
+    for b in range(2):
+        for h in range(3):
+            truth = alone[b, h].double() / _relative_queries(power[b, h], exponent)
+            torch.testing.assert_close(e[b, h].double(), truth, rtol=FP32, atol=0.0)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 100, 300])
+def test_query_power_of_the_first_block(size: int, padding: bool) -> None:
+    """Whatever the passes and the padding: the squares of the row's own tokens 4 to 127, those not finite left out."""
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(2, 6, 300, 16, generator=generator)
+    query[0, 3, 50, 2] = torch.nan
+    valid = torch.rand(2, 300, generator=generator) < 0.7 if padding else torch.ones(2, 300, dtype=torch.bool)
+    power, seen = torch.zeros(2, 3, 16, dtype=torch.float64), [0, 0]
+    for start in range(0, 300, size):
+        part = valid[:, start : start + size]
+        order = torch.argsort(~part, dim=-1, stable=True) if padding else None
+        add_query_power(power, query[:, :, start : start + size], seen, part.sum(1).tolist(), order, 4)
+        seen = [n + int(count) for n, count in zip(seen, part.sum(1), strict=True)]
+    for b in range(2):
+        own = query[b][:, valid[b]][:, 4:128].double().square().nan_to_num(0.0)
+        torch.testing.assert_close(power[b], own.sum(1).view(3, 2, 16).sum(1), rtol=1e-12, atol=1e-12)

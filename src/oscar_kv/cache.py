@@ -18,7 +18,7 @@ from oscar_kv.timeline import Timeline
 
 ATTENTION_NAME = "oscar"
 HANDOFF = "_oscar_layer"  # attribute of the returned keys by which the attention function finds the layer
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 _SWITCHED = "make a new OscarCache after set_attn_implementation()"
 
 
@@ -76,13 +76,13 @@ class OscarLayer(CacheLayerMixin):
         self.pending = None
         return self.state, self.state.append(keys, values, valid)
 
-    def commit(self, recent: Recent) -> None:
+    def commit(self, recent: Recent, query: Tensor) -> None:
         if self.state is not None:
-            self._commit(self.state, recent)
+            self._commit(self.state, recent, query)
 
-    def _commit(self, state: LayerState, recent: Recent) -> None:
+    def _commit(self, state: LayerState, recent: Recent, query: Tensor | None = None) -> None:
         state.recording = self.record_past
-        state.commit(recent)
+        state.commit(recent, query)
 
     @property
     def counts_on_device(self) -> bool:
@@ -95,6 +95,12 @@ class OscarLayer(CacheLayerMixin):
         if self.state is None:
             raise ValueError("the layer is empty")
         return self.state.device
+
+    @property
+    def observes_queries(self) -> bool:
+        """Whether a row has no packed block yet, and the equalizer wants to see its queries."""
+        state = self.state
+        return state is not None and state.query_power is not None and min(state.num_blocks) == 0
 
     def flush_beside(self, stream: torch.cuda.Stream | None) -> None:
         """Pack on another stream, which the caller waits for; None packs on the current one again."""

@@ -33,6 +33,7 @@ class OscarConfig:
         token_norm: Norm that is taken out of each token's key (Omni-Token Scaling), or None for no scaling.
         scale_scope: One norm per token over all KV heads ("all"), or one per token and head ("head").
         equalize: Exponent of the channel equalization before the key rotation; 0 switches it off.
+        equalize_queries: Exponent of the queries in the equalization; 0 looks at keys alone.
         metadata: Storage of scales and zero points.
         zero_point: "float" stores the offset of the grid as it is; "int" rounds it to a whole number of steps.
         key_fit: How a key group's range is found: "minmax", or "lstsq" (least squares, from the shrunk range).
@@ -55,6 +56,7 @@ class OscarConfig:
     token_norm: TokenNorm | None = "l2"
     scale_scope: Literal["all", "head"] = "all"
     equalize: float = 0.5
+    equalize_queries: float = 0.25
     metadata: Metadata = "float8_e4m3"
     zero_point: Literal["float", "int"] = "float"
     key_fit: Fit = "minmax"
@@ -108,8 +110,9 @@ class OscarConfig:
         for name in ("key_shrink", "value_shrink"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be in (0, 1], not {getattr(self, name)!r}")
-        if not 0.0 <= self.equalize <= 1.0:
-            raise ValueError(f"equalize is an exponent in [0, 1], not {self.equalize!r}")
+        for name in ("equalize", "equalize_queries"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is an exponent in [0, 1], not {getattr(self, name)!r}")
         if not (isinstance(self.num_sinks, int) and 0 <= self.num_sinks < BLOCK_TOKENS):
             raise ValueError(f"num_sinks must be an int in [0, {BLOCK_TOKENS}), not {self.num_sinks!r}")
         if not isinstance(self.residual_length, int) or self.residual_length < 1 or self.residual_length % BLOCK_TOKENS:

@@ -16,6 +16,7 @@ from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.kernels import tail as device_tail
 from oscar_kv.kernels.decode import unsupported
 from oscar_kv.kernels.tail import Counters
+from oscar_kv.observe import add_query_power
 from oscar_kv.pack import RecordLayout
 from oscar_kv.scale import channel_equalizer
 from oscar_kv.timeline import Timeline
@@ -95,6 +96,9 @@ class LayerState:
         self.equalizer: Tensor | None = None
         if config.equalize > 0 and quantized:
             self.equalizer = zeros(batch, heads, keys.shape[-1], dtype=torch.float32)
+        self.query_power: Tensor | None = None
+        if self.equalizer is not None and config.equalize_queries > 0:
+            self.query_power = zeros(batch, heads, keys.shape[-1], dtype=torch.float64)
         rows = 0 if max_length is None else config.residual_length  # without max_length it grows with a short sequence
         self.sink_keys, self.sink_values = (zeros(batch, heads, config.num_sinks, x.shape[-1]) for x in (keys, values))
         self.tail_keys, self.tail_values = (zeros(batch, heads, rows, x.shape[-1]) for x in (keys, values))
@@ -201,8 +205,15 @@ class LayerState:
             padded_queries=self.timeline.last is not None and self.timeline.last.order is not None,
         )
 
-    def commit(self, recent: Recent) -> None:
-        """Pack the blocks that are complete and keep the rest as the tail."""
+    def commit(self, recent: Recent, query: Tensor | None = None) -> None:
+        """Pack the blocks that are complete and keep the rest as the tail.
+
+        Args:
+            recent: From :meth:`append`.
+            query: (batch, query heads, q, key_dim) of the pass, which equalization looks at; None if not known.
+        """
+        if query is not None:
+            self._observe(query, recent)
         self.columns += recent.columns
         hold = ROLLBACK_TOKENS if self.recording else 0
         if recent.on_device and self.counters is not None:
@@ -212,6 +223,16 @@ class LayerState:
         else:
             self._pack(recent, hold)
 
+    def _observe(self, query: Tensor, recent: Recent) -> None:
+        """Take note of the queries of tokens in first blocks."""
+        if self.query_power is None or min(self.num_blocks) > 0:
+            return
+        step = self.timeline.last
+        assert step is not None  # of this pass
+        old = [n - count for n, count in zip(recent.lengths, step.counts, strict=True)]
+        first = [n + BLOCK_TOKENS * blocks for n, blocks in zip(old, self.num_blocks, strict=True)]
+        add_query_power(self.query_power, query, first, step.counts, step.order, self.config.num_sinks)
+
     def _flush(self, hold: int) -> None:
         """Pack on the device what is complete there, beside what follows if a stream is given for it."""
         if self.flush_stream is not None:
@@ -220,7 +241,7 @@ class LayerState:
         tail, store = (self.tail_keys, self.tail_values), (self.records, self.norms, self.equalizer, sinks)
         assert self.counters is not None
         with torch.cuda.stream(self.flush_stream):
-            device_tail.flush(tail, self.counters, self.layout, *store, hold)
+            device_tail.flush(tail, self.counters, self.layout, *store, self.query_power, hold)
 
     def advance(self, columns: int) -> None:
         """Count what the replay of a CUDA graph, captured from a pass of so many columns, has done on the device."""
@@ -290,7 +311,7 @@ class LayerState:
 
         plan = torch.tensor(([0] * self.batch, packed, self.num_blocks), dtype=torch.int32).to(self.device)
         sinks = (self.sink_keys, self.sink_values) if self.config.num_sinks else None
-        gpu.start_rows(recent.keys, recent.values, self.layout, plan, sinks, self.equalizer)
+        gpu.start_rows(recent.keys, recent.values, self.layout, plan, sinks, self.equalizer, self.query_power)
         gpu.encode_blocks(
             recent.keys, recent.values, self.layout, self.equalizer, self.config.num_sinks, plan,
             self.records, self.norms,
@@ -303,7 +324,10 @@ class LayerState:
         self.sink_values[rows] = values[:, :, : config.num_sinks]
         if self.equalizer is not None:
             first = keys[:, :, :BLOCK_TOKENS].float()
-            self.equalizer[rows] = channel_equalizer(first, config.equalize, config.key_group, config.num_sinks)
+            power = None if self.query_power is None else self.query_power[rows]
+            self.equalizer[rows] = channel_equalizer(
+                first, config.equalize, config.key_group, config.num_sinks, power, config.equalize_queries
+            )
 
     def _upload_counts(self) -> None:
         if self.counters is not None:
@@ -373,8 +397,13 @@ class LayerState:
                 )
 
     def crop(self, columns: int) -> None:
-        """Take off the last columns; call :meth:`check_crop` first, and crop the timeline last."""
+        """Take off the last columns; call :meth:`check_crop` first, and crop the timeline last.
+
+        What equalization has seen of the queries of removed tokens stays, unless none is left to be seen.
+        """
         for row, length in enumerate(self.timeline.cropped(columns)):
+            if self.query_power is not None and length <= self.config.num_sinks:
+                self.query_power[row] = 0.0
             self.num_blocks[row] = min(self.num_blocks[row], length // BLOCK_TOKENS)
             self.tail_lengths[row] = length - BLOCK_TOKENS * self.num_blocks[row]
         self.columns -= columns
@@ -392,7 +421,7 @@ class LayerState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that this layer holds, by attribute."""
-        names = ("records", "norms", "equalizer", "sink_keys", "sink_values", "tail_keys", "tail_values")
+        names = ("records", "norms", "equalizer", "query_power", "sink_keys", "sink_values", "tail_keys", "tail_values")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def memory_bytes(self) -> dict[str, int]:
@@ -411,7 +440,7 @@ class LayerState:
             "reserved": (capacity - used) * (record + norms),
             "tail": self.tail_keys.nbytes + self.tail_values.nbytes,
             "sinks": self.sink_keys.nbytes + self.sink_values.nbytes,
-            "equalizer": 0 if self.equalizer is None else self.equalizer.nbytes,
+            "equalizer": sum(x.nbytes for x in (self.equalizer, self.query_power) if x is not None),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from oscar_kv.config import TokenNorm
 
 _MIN_RANGE = 2.0**-10  # smallest relative channel range that equalization amplifies
+_MIN_QUERY = 1 / 32  # smallest relative size of queries that equalization makes up for
 
 
 def token_norm(keys: Tensor, kind: TokenNorm, scope: str) -> Tensor:
@@ -56,17 +57,28 @@ def divide_by_norm(keys: Tensor, norm: Tensor) -> Tensor:
     return torch.where(usable, keys, 0.0) / torch.where(usable, norm, 1.0)
 
 
-def channel_equalizer(keys: Tensor, exponent: float, group: int, num_sinks: int) -> Tensor:
-    """Equalization vector of a sequence, from its first block of keys.
+def channel_equalizer(
+    keys: Tensor,
+    exponent: float,
+    group: int,
+    num_sinks: int,
+    query_power: Tensor | None = None,
+    query_exponent: float = 0.0,
+) -> Tensor:
+    """Equalization vector of a sequence, from its first block of keys, and the queries of the same tokens.
 
-    ``r_c`` is the mean over token groups of (max - min) of channel c, divided by its mean over channels; the
-    result is ``r_c ** exponent``. Sinks and tokens that are not finite are left out.
+    ``r_c`` is the mean over token groups of (max - min) of channel c, and ``q_c`` the root mean square of the queries,
+    each divided by its mean over channels; the result is ``r_c ** exponent / q_c ** query_exponent``. Sinks and tokens
+    that are not finite are left out.
 
     Args:
         keys: (batch, heads, block tokens, head_dim), float32, before the rotation.
         exponent: 0 gives ones, 1 gives every channel the same range.
         group: Tokens per group.
         num_sinks: Tokens at the start to leave out.
+        query_power: float64 (batch, heads, head_dim) sums of the squares of queries; None, or zeros where they are not
+            known, equalizes by the keys alone.
+        query_exponent: 0.5 with exponent 0.5 makes the error of a score smallest if rotation spreads it evenly.
 
     Returns:
         float32 (batch, heads, head_dim), positive.
@@ -80,4 +92,10 @@ def channel_equalizer(keys: Tensor, exponent: float, group: int, num_sinks: int)
     ranges = (high - low).clamp(min=0.0).mean(2)  # (batch, heads, head_dim); a group without tokens counts as 0
     relative = ranges / ranges.mean(-1, keepdim=True)
     relative = torch.where(relative.isfinite(), relative, 1.0)  # all channels constant, or overflow
-    return relative.clamp(min=_MIN_RANGE) ** exponent
+    equalizer = relative.clamp(min=_MIN_RANGE) ** exponent
+    if query_power is None or query_exponent == 0.0:
+        return equalizer
+    rms = query_power.sqrt()
+    relative = (rms / rms.mean(-1, keepdim=True)).float()
+    relative = torch.where(relative.isfinite(), relative, 1.0)  # no queries
+    return equalizer / relative.clamp(min=_MIN_QUERY) ** query_exponent

@@ -15,9 +15,10 @@ from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 class DecodeGraph:
     """Decodes one token per row by replaying a CUDA graph: no kernel of the step waits for Python.
 
-    The graph is captured at the first call. It appends the new token to each layer's tail, attends, and packs a block
-    when one is complete; how long the rows are is read on the device, so one graph serves the whole generation. Other
-    passes through the same cache (a further turn's prompt, say) may come between calls.
+    The graph is captured when each row has a packed block; steps before that are not replayed. It appends the new token
+    to each layer's tail, attends, and packs a block when one is complete; how long the rows are is read on the device,
+    so one graph serves the whole generation. Other passes through the same cache (a further turn's prompt, say) may
+    come between calls.
 
     Args:
         model: Runs attention "oscar", see :func:`oscar_kv.enable`.
@@ -72,6 +73,8 @@ class DecodeGraph:
         self._ids.copy_(input_ids)
         where = torch.tensor(lengths).unsqueeze(1) if position_ids is None else position_ids
         self._positions.copy_(where)
+        if any(layer.observes_queries for layer in cache.packed_layers):
+            return self._forward(cache)  # what the first block's queries are like is found out in Python
         cache.timeline.extend(cache.timeline.columns, len(lengths), 1, None)  # the layers find it done
         if self._graph is None or self._epoch != cache.epoch:
             self._capture()  # which counts for the host, and does nothing on the device yet

@@ -115,7 +115,7 @@ def oscar_attention(
         plain_mask=getattr(attention_mask, _PLAIN, False),
     )
     if commit is not None:
-        commit[0].commit(commit[1])
+        commit[0].commit(commit[1], query)
     return output.transpose(1, 2).contiguous(), None
 
 

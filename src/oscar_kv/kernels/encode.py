@@ -37,7 +37,8 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("norm_row", "norm_block")),
         *((name, ctypes.c_int) for name in ("heads", "num_sinks")),
         *((name, ctypes.c_void_p) for name in ("sink_keys", "sink_values")),
-        ("exponent", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("exponent", "query_exponent")),
+        ("query_power", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("rows", "tokens", "capacity", "residual_length")),
         *((name, ctypes.c_void_p) for name in ("tail_keys", "tail_values", "lengths", "totals", "num_blocks")),
         *((name, ctypes.c_void_p) for name in ("plan", "barrier")),
@@ -204,6 +205,7 @@ def start_rows(
     plan: Tensor,
     sinks: tuple[Tensor, Tensor] | None,
     equalizer: Tensor | None,
+    query_power: Tensor | None = None,
 ) -> None:
     """For rows whose first block is about to be packed: keep their sinks, and find their equalization vector.
 
@@ -214,8 +216,9 @@ def start_rows(
         plan: int32 (3, rows), as for :func:`encode_blocks`.
         sinks: (rows, heads, num_sinks, dim) of keys and values, written; None without sinks.
         equalizer: float32 (rows, heads, key_dim), written; None without equalization.
+        query_power: float64 (rows, heads, key_dim) sums of the squares of queries; None equalizes by keys alone.
     """
-    _start_rows(keys, values, plan, *(sinks or (None, None)), equalizer, layout_key(layout))
+    _start_rows(keys, values, plan, *(sinks or (None, None)), equalizer, query_power, layout_key(layout))
 
 
 @torch.library.custom_op("oscar_kv::start_rows", mutates_args=("sink_keys", "sink_values", "equalizer"))
@@ -226,6 +229,7 @@ def _start_rows(
     sink_keys: Tensor | None,
     sink_values: Tensor | None,
     equalizer: Tensor | None,
+    query_power: Tensor | None,
     layout: str,
 ) -> None:
     keys, values = aligned(keys), aligned(values)
@@ -234,6 +238,7 @@ def _start_rows(
     starts, counts, places = plan
     args = arguments(
         keys, values, starts=starts, counts=counts, places=places, equalizer=equalizer, exponent=config.equalize,
+        query_power=query_power, query_exponent=config.equalize_queries,
         sink_keys=sink_keys, sink_values=sink_values, num_sinks=0 if sink_keys is None else sink_keys.shape[2],
     )  # fmt: skip
     grid = (keys.shape[1], keys.shape[0])

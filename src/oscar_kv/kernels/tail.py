@@ -81,6 +81,7 @@ def flush(
     norms: Tensor | None,
     equalizer: Tensor | None,
     sinks: tuple[Tensor, Tensor] | None,
+    query_power: Tensor | None = None,
     hold: int = 0,
 ) -> None:
     """Pack the complete blocks of each row out of the tail, and move the rest to its front.
@@ -93,11 +94,12 @@ def flush(
         norms: bfloat16 (rows, blocks, 1 or heads, 128), or None.
         equalizer: float32 (rows, heads, key_dim), or None where the configuration does not equalize.
         sinks: (rows, heads, num_sinks, dim) of keys and values, or None.
+        query_power: float64 (rows, heads, key_dim), or None: see :func:`~oscar_kv.kernels.encode.start_rows`.
         hold: Tokens beyond ``residual_length`` that stay in the tail.
     """
     check_norms(layout, norms)
     _flush(
-        *tail, counters.data, records, norms, equalizer, *(sinks or (None, None)), layout_key(layout),
+        *tail, counters.data, records, norms, equalizer, *(sinks or (None, None)), query_power, layout_key(layout),
         layout.config.residual_length + hold,
     )  # fmt: skip
 
@@ -115,15 +117,17 @@ def _flush(
     equalizer: Tensor | None,
     sink_keys: Tensor | None,
     sink_values: Tensor | None,
+    query_power: Tensor | None,
     layout: str,
     residual_length: int,
 ) -> None:
     config, device = layout_of(layout).config, tail_keys.device
     starts, counts, places = counters[3:6]
     args = arguments(
-        tail_keys, tail_values, starts=starts, counts=counts, places=places, equalizer=equalizer,
-        exponent=config.equalize, sink_keys=sink_keys, sink_values=sink_values,
-        num_sinks=0 if sink_keys is None else sink_keys.shape[2], residual_length=residual_length,
+        tail_keys, tail_values, starts=starts, counts=counts, places=places, residual_length=residual_length,
+        equalizer=equalizer, exponent=config.equalize, query_power=query_power,
+        query_exponent=config.equalize_queries, sink_keys=sink_keys, sink_values=sink_values,
+        num_sinks=0 if sink_keys is None else sink_keys.shape[2],
         **_fields(counters, tail_keys, tail_values, layout_of(layout)), **destination(records, norms),
     )  # fmt: skip
     flags = _defines(layout, device)

@@ -5,6 +5,7 @@
 constexpr int KEY_PIECES = KD * ITEM / 16, VALUE_PIECES = VD * ITEM / 16;  // 16 bytes each, of a token
 constexpr int PIECES = KEY_PIECES + VALUE_PIECES;
 constexpr float MIN_RANGE = 1.0f / 1024;  // smallest relative range that equalization amplifies
+constexpr float MIN_QUERY = 1.0f / 32;    // and smallest relative size of queries that it makes up for
 
 __device__ __forceinline__ void copy_piece(u8* to, const u8* from) {
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
@@ -21,6 +22,7 @@ __device__ __forceinline__ float number(const u8* from, int i) {
 __device__ __forceinline__ void start_row(const Args& a, int row, int head) {
     __shared__ u32 excluded[BLOCK_TOKENS / 32];
     __shared__ float ranges[KD], total;
+    __shared__ double mean_rms;
     const int thread = threadIdx.x, threads = blockDim.x;
     const i64 index = (i64)row * a.heads + head;
     const u8* keys = a.keys + row * a.key_row + head * a.key_head + (i64)a.starts[row] * a.key_token;
@@ -72,5 +74,21 @@ __device__ __forceinline__ void start_row(const Args& a, int row, int head) {
         if (!is_finite(relative)) relative = 1.0f;  // all channels constant, or overflow
         relative = fmaxf(relative, MIN_RANGE);
         a.equalizer[index * KD + c] = a.exponent == 0.5f ? sqrtf(relative) : powf(relative, a.exponent);
+    }
+    if (a.query_power == nullptr) return;
+
+    // by root mean squares of queries, relative to their mean over channels, to the power of -query_exponent
+    const double* power = a.query_power + index * KD;
+    __syncthreads();
+    if (thread == 0) {
+        double sum = 0.0;
+        for (int c = 0; c < KD; c++) sum += sqrt(power[c]);
+        mean_rms = sum / KD;
+    }
+    __syncthreads();
+    for (int c = thread; c < KD; c += threads) {
+        float relative = (float)(sqrt(power[c]) / mean_rms);
+        if (!is_finite(relative)) relative = 1.0f;  // no queries
+        a.equalizer[index * KD + c] /= powf(fmaxf(relative, MIN_QUERY), a.query_exponent);
     }
 }

@@ -17,7 +17,8 @@ struct Args {
     i64 norm_row, norm_block;                      // strides in elements
     int heads, num_sinks;
     u8 *sink_keys, *sink_values;                   // (rows, heads, num_sinks, D)
-    float exponent;                                // of the equalizer
+    float exponent, query_exponent;                // of the equalizer
+    const double* query_power;                     // (rows, heads, KD): sums of squares of queries, or null
     // of flush.cu alone
     int rows, tokens, capacity, residual_length;   // tokens: new ones
     u8 *tail_keys, *tail_values;                   // (rows, heads, capacity, D)
