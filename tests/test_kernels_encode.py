@@ -215,7 +215,7 @@ def test_equalizer_and_sinks_of_fresh_rows(exponent: float, query_exponent: floa
     power = None
     if query_exponent:
         power = torch.randn(BATCH, HEADS, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).exp()
-        power[0, 0, 7], power[0, 2] = 0.0, 0.0
+        power[0, 0, 7], power[0, 1] = 0.0, 0.0
     start_rows(keys.to(DEVICE), values.to(DEVICE), layout, plan, (sinks[0], sinks[1]), equalizer, on_gpu(power))
     expected = channel_equalizer(keys[:, :, :128].float(), exponent, config.key_group, 4, power, query_exponent)
     torch.testing.assert_close(equalizer[0].cpu(), expected[0], rtol=1e-5, atol=0.0)
