@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oscar_kv import blocks as blocks_module
 from oscar_kv import layer as layer_module
 from oscar_kv.attention import attend
 from oscar_kv.codec import PackedBlocks, decode, encode
@@ -276,13 +277,13 @@ def test_pass_without_any_token() -> None:
 
 @pytest.mark.parametrize("encode_blocks", [1, 3])
 def test_long_prefill_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch, encode_blocks: int) -> None:
-    monkeypatch.setattr(layer_module, "_ENCODE_BLOCKS", encode_blocks)
+    monkeypatch.setattr(blocks_module, "_ENCODE_BLOCKS", encode_blocks)
     Run(2).feed(*_tokens(2, 1000)).check_rows()
     Run(3).feed(*_tokens(3, 1000), 700, _holes([300, 0, 900], 1000)).check_rows()
 
 
 def test_prefill_beyond_one_part_as_shipped() -> None:
-    length = 128 * layer_module._ENCODE_BLOCKS + 300
+    length = 128 * blocks_module._ENCODE_BLOCKS + 300
     Run(1).feed(*_tokens(1, length)).check_rows()
 
 
@@ -298,7 +299,7 @@ def test_each_token_is_packed_exactly_once(monkeypatch: pytest.MonkeyPatch, size
         packed.update(v[:, 0, :, 0].flatten().tolist())
         return encode(k, v, *args, **kwargs)
 
-    monkeypatch.setattr(layer_module, "encode", spy)
+    monkeypatch.setattr(blocks_module, "encode", spy)
     run = Run(batch)
     run.layer.recording = recording
     run.feed(keys, values, size, _holes([0, 127, 400, 700], columns))

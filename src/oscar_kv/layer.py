@@ -11,21 +11,17 @@ from torch import Tensor
 
 from oscar_kv import kernels
 from oscar_kv.attention import KVView
-from oscar_kv.codec import PackedBlocks, decode, encode
+from oscar_kv.blocks import BlockStore, grow
+from oscar_kv.codec import PackedBlocks, decode
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.kernels import tail as device_tail
 from oscar_kv.kernels.decode import unsupported
 from oscar_kv.kernels.tail import Counters
 from oscar_kv.observe import add_query_power
-from oscar_kv.pack import RecordLayout
-from oscar_kv.scale import channel_equalizer
 from oscar_kv.timeline import Timeline
 
 ROLLBACK_TOKENS = 128  # newest tokens that stay in 16 bit while a caller may roll them back
-_ENCODE_BLOCKS = 16  # blocks that are encoded at a time: bounds the workspace of a prefill
-_GROWTH = 1.25
 _TAIL_STEP = 32  # tokens by which the tail of a short sequence grows
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -47,7 +43,7 @@ class Recent:
     on_device: bool = False
 
 
-class LayerState:
+class LayerState(BlockStore):
     """Keys and values of one layer.
 
     A token's slot is its place in its own row, padding left out. A block of 128 slots is packed, once and for all,
@@ -69,54 +65,21 @@ class LayerState:
     def __init__(
         self, config: OscarConfig, timeline: Timeline, keys: Tensor, values: Tensor, max_length: int | None = None
     ) -> None:
-        config.check_head_dim(keys.shape[-1], values.shape[-1])
-        if keys.dtype not in _DTYPES or values.dtype != keys.dtype:
-            raise NotImplementedError(
-                f"keys in {keys.dtype} and values in {values.dtype}: only float32, bfloat16 and float16 are supported"
-            )
-        self.config, self.timeline, self.max_length = config, timeline, max_length
-        self.layout = RecordLayout(config, keys.shape[-1], values.shape[-1], keys.dtype)
+        super().__init__(config, keys, values, 0 if max_length is None else max_length // BLOCK_TOKENS)
+        self.timeline, self.max_length = timeline, max_length
         self.columns = 0  # columns that this layer has seen
         self.recording = False  # whether the caller may roll back the newest pass
         self.flush_stream: torch.cuda.Stream | None = None  # of a graph's capture, which waits for it at its end
-        batch, heads = keys.shape[:2]
-        self.num_blocks = [0] * batch
-        self.tail_lengths = [0] * batch
-
-        def zeros(*shape: int, dtype: torch.dtype = keys.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=keys.device)
-
-        capacity = 0 if max_length is None else max_length // BLOCK_TOKENS
-        quantized = config.key_bits != 16
-        norm_heads = 1 if config.scale_scope == "all" else heads
-        self.records = zeros(batch, capacity, heads, self.layout.record_bytes, dtype=torch.uint8)
-        self.norms: Tensor | None = None
-        if config.token_norm is not None and quantized:
-            self.norms = zeros(batch, capacity, norm_heads, BLOCK_TOKENS, dtype=torch.bfloat16)
-        self.equalizer: Tensor | None = None
-        if config.equalize > 0 and quantized:
-            self.equalizer = zeros(batch, heads, keys.shape[-1], dtype=torch.float32)
-        self.query_power: Tensor | None = None
-        if self.equalizer is not None and config.equalize_queries > 0:
-            self.query_power = zeros(batch, heads, keys.shape[-1], dtype=torch.float64)
+        self.tail_lengths = [0] * self.batch
         rows = 0 if max_length is None else config.residual_length  # without max_length it grows with a short sequence
-        self.sink_keys, self.sink_values = (zeros(batch, heads, config.num_sinks, x.shape[-1]) for x in (keys, values))
-        self.tail_keys, self.tail_values = (zeros(batch, heads, rows, x.shape[-1]) for x in (keys, values))
-        self.counters = self._counters(batch, keys.device)
+        self.tail_keys, self.tail_values = (x.new_zeros(*x.shape[:2], rows, x.shape[-1]) for x in (keys, values))
+        self.counters = self._counters(self.batch, self.device)
 
     def _counters(self, batch: int, device: torch.device) -> Counters | None:
         """Device-side counts of the rows, where kernels pack and attend; the lists of this class mirror them."""
         if not kernels.usable(device) or unsupported(self.layout, 1, batch, device) is not None:
             return None
         return Counters.zeros(batch, device)
-
-    @property
-    def batch(self) -> int:
-        return self.records.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.records.device
 
     def check(self, keys: Tensor, values: Tensor) -> None:
         """Refuse new tokens that do not belong to this cache, before anything is stored.
@@ -218,7 +181,7 @@ class LayerState:
         hold = ROLLBACK_TOKENS if self.recording else 0
         if recent.on_device and self.counters is not None:
             self._count(recent.lengths, self._complete(recent.lengths, hold))
-            self._reserve(max(self.num_blocks))
+            self.reserve(max(self.num_blocks))
             self._flush(hold)
         else:
             self._pack(recent, hold)
@@ -272,8 +235,8 @@ class LayerState:
             if count or not in_place:
                 kept[count] = recent.keys[rows, :, start:stop], recent.values[rows, :, start:stop]
         if max(packed):
-            self._reserve(max(n + count for n, count in zip(self.num_blocks, packed, strict=True)))
-            self._encode(recent, packed)
+            self.reserve(max(n + count for n, count in zip(self.num_blocks, packed, strict=True)))
+            self.encode_rows(recent.keys, recent.values, packed)
         self._count(recent.lengths, packed)
         self._reserve_tail(max(self.tail_lengths))
         for count, (keys, values) in kept.items():
@@ -281,66 +244,9 @@ class LayerState:
             self.tail_values[rows_of[count], :, : keys.shape[2]] = values
         self._upload_counts()
 
-    def _encode(self, recent: Recent, packed: list[int]) -> None:
-        """Pack so many blocks of each row of ``recent``, from its start on."""
-        if kernels.usable(self.device):
-            self._encode_on_device(recent, packed)
-            return
-        for start in range(0, max(packed), _ENCODE_BLOCKS):
-            rows_of: dict[tuple[bool, int], list[int]] = defaultdict(list)
-            for row, count in enumerate(packed):
-                fresh = self.num_blocks[row] + start == 0  # this is the row's first block
-                if count > start:
-                    rows_of[fresh, min(count, start + _ENCODE_BLOCKS)].append(row)
-            for (fresh, stop), rows in rows_of.items():
-                tokens = slice(BLOCK_TOKENS * start, BLOCK_TOKENS * stop)
-                keys, values = recent.keys[rows, :, tokens], recent.values[rows, :, tokens]
-                if fresh:
-                    self._start_rows(rows, keys, values)
-                equalizer = None if self.equalizer is None else self.equalizer[rows]
-                sinks = self.config.num_sinks if fresh else 0
-                blocks = encode(keys, values, self.config, equalizer=equalizer, num_sinks=sinks)
-                for i, row in enumerate(rows):
-                    place = slice(self.num_blocks[row] + start, self.num_blocks[row] + stop)
-                    self.records[row, place] = blocks.records[i]
-                    if self.norms is not None and blocks.norms is not None:
-                        self.norms[row, place] = blocks.norms[i]
-
-    def _encode_on_device(self, recent: Recent, packed: list[int]) -> None:
-        from oscar_kv.kernels import encode as gpu
-
-        plan = torch.tensor(([0] * self.batch, packed, self.num_blocks), dtype=torch.int32).to(self.device)
-        sinks = (self.sink_keys, self.sink_values) if self.config.num_sinks else None
-        gpu.start_rows(recent.keys, recent.values, self.layout, plan, sinks, self.equalizer, self.query_power)
-        gpu.encode_blocks(
-            recent.keys, recent.values, self.layout, self.equalizer, self.config.num_sinks, plan,
-            self.records, self.norms,
-        )  # fmt: skip
-
-    def _start_rows(self, rows: list[int], keys: Tensor, values: Tensor) -> None:
-        """Keep what belongs to the first block of a sequence: its sinks and its equalization vector."""
-        config = self.config
-        self.sink_keys[rows] = keys[:, :, : config.num_sinks]
-        self.sink_values[rows] = values[:, :, : config.num_sinks]
-        if self.equalizer is not None:
-            first = keys[:, :, :BLOCK_TOKENS].float()
-            power = None if self.query_power is None else self.query_power[rows]
-            self.equalizer[rows] = channel_equalizer(
-                first, config.equalize, config.key_group, config.num_sinks, power, config.equalize_queries
-            )
-
     def _upload_counts(self) -> None:
         if self.counters is not None:
             self.counters.set(self.tail_lengths, self.num_blocks)
-
-    def _reserve(self, blocks: int) -> None:
-        """Make room for this many blocks in each row."""
-        capacity = self.records.shape[1]
-        if blocks <= capacity:
-            return
-        grown = max(blocks, int(capacity * _GROWTH))
-        self.records = _grow(self.records, 1, grown)
-        self.norms = None if self.norms is None else _grow(self.norms, 1, grown)
 
     def _reserve_tail(self, tokens: int) -> None:
         """Make room for this many tokens in each row's tail, and for some more."""
@@ -348,7 +254,7 @@ class LayerState:
             return
         most = self._tail_limit()
         rows = most if self.max_length is not None else min(most, -(-tokens // _TAIL_STEP) * _TAIL_STEP)
-        self.tail_keys, self.tail_values = (_grow(x, 2, rows) for x in (self.tail_keys, self.tail_values))
+        self.tail_keys, self.tail_values = (grow(x, 2, rows) for x in (self.tail_keys, self.tail_values))
 
     def _tail_limit(self) -> int:
         """Tokens that the tail may have room for."""
@@ -460,7 +366,7 @@ class LayerState:
         if max_length is not None and state["columns"] > max_length:
             raise ValueError(f"the stored cache has {state['columns']} columns, more than max_length {max_length}")
         layer = cls(config, timeline, state["tail_keys"], state["tail_values"], max_length)
-        layer._reserve(state["records"].shape[1])
+        layer.reserve(state["records"].shape[1])
         for name, own in layer.tensors().items():
             stored = state[name]
             if name in ("records", "norms"):
@@ -477,9 +383,3 @@ def _take(tokens: Tensor, index: Tensor) -> Tensor:
     """tokens (batch, heads, n, d) at index (batch, m) -> (batch, heads, m, d)."""
     batch, heads, _, dim = tokens.shape
     return tokens.gather(2, index[:, None, :, None].expand(batch, heads, -1, dim))
-
-
-def _grow(x: Tensor, dim: int, size: int) -> Tensor:
-    grown = x.new_zeros(*x.shape[:dim], size, *x.shape[dim + 1 :])
-    grown.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return grown
