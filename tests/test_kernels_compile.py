@@ -53,7 +53,7 @@ def test_every_kernel_compiles_without_spills(module: str, arch: str) -> None:
         usage = resource_usage(nvrtc._compile(source, defines, arch))
         assert main in (*usage, ""), title
         for name, one in usage.items():
-            assert one.local <= 48, f"{name}, {title}"  # registers saved around a call, but nothing of a loop
+            assert one.local <= 32, f"{name}, {title}"  # registers saved around a call, but nothing of a loop
             assert 0 < one.registers <= 255
 
 

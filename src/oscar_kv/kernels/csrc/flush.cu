@@ -64,7 +64,7 @@ __device__ __forceinline__ void move_tail(const Args& a, int row, int head) {
 }
 
 // A cooperative grid of any size. keys and values are the tail; plan (3, rows) becomes starts, counts and places.
-extern "C" __global__ void __launch_bounds__(THREADS) flush(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flush(const __grid_constant__ Args a) {
     bool due = false, fresh = false, rest = false;  // some row packs a block, its first one, has tokens left
     for (int row = threadIdx.x; row < a.rows; row += THREADS) {
         const int count = complete_blocks(a, row), left = a.totals[row] - BLOCK_TOKENS * count;
