@@ -102,7 +102,7 @@ def _encode_keys(
     if config.key_bits == 16:
         sections, unit = _raw_side("key", keys)
         return sections, None, unit
-    k, norms, keep = _transform_keys(keys, config, equalizer)
+    k, norms, keep = transform_keys(keys, config, equalizer)
     keep[:, :, :num_sinks] = False
     k, keep = (  # (batch, blocks, heads, groups, key_dim or 1, group)
         _to_blocks(x).unflatten(3, (-1, config.key_group)).transpose(-1, -2) for x in (k, keep)
@@ -148,10 +148,21 @@ def _encode_values(values: Tensor, layout: RecordLayout, num_sinks: int) -> tupl
     return sections, unit[..., 0, 0]
 
 
-def _transform_keys(
+def transform_keys(
     keys: Tensor, config: OscarConfig, equalizer: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Keys as they are quantized, their norms, and which tokens are finite: (b, h, t, d), (b, n, t), (b, n, t, 1)."""
+    """Equalized, rotated and scaled keys: what is quantized.
+
+    Args:
+        keys: (batch, heads, tokens, key_dim), any float dtype.
+        config: The steps to take.
+        equalizer: float32 (batch, heads, key_dim) or None.
+
+    Returns:
+        The keys, float32 (batch, heads, tokens, key_dim), 0 where a token is not finite; their norms as they are
+        stored, (batch, 1 or heads, tokens), or None without token scaling; and which tokens are finite,
+        bool (batch, 1 or heads, tokens, 1).
+    """
     k = keys.float()
     if equalizer is not None:
         k = k / equalizer.unsqueeze(2)

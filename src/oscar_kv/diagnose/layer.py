@@ -1,0 +1,173 @@
+"""One layer: all of its statistics, as plain numbers, from its queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oscar_kv.codec import transform_keys
+from oscar_kv.config import BLOCK_TOKENS, OscarConfig
+from oscar_kv.diagnose.capture import LayerStates
+from oscar_kv.diagnose.errors import Attention, class_errors, group_errors, relative_error
+from oscar_kv.diagnose.interventions import interventions
+from oscar_kv.diagnose.statistics import (
+    attention_share,
+    head_statistics,
+    imbalance,
+    in_groups,
+    modality_gaps,
+    quantiles,
+    spread,
+    token_classes,
+)
+from oscar_kv.diagnose.steps import BOTH, NONE, equalizer_of, roundtrip, steps
+from oscar_kv.diagnose.theory import check_bounds, group_bounds
+
+_GROUP = 32  # tokens per group of the statistics
+_PICTURE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class LayerDiagnosis:
+    """What is known about one layer.
+
+    Args:
+        index: The layer.
+        numbers: Plain numbers, see docs/tni.md.
+        groups: float64 (KV heads * groups,) by name: "error", relative error of plain 2-bit groups; "gap", "spread",
+            the imbalance and the directional spread of the group; "bound", the paper's bound over the mean squared
+            norm, which is what "error" is relative to.
+        norms: float32 (KV heads, n) key norms, and of values.
+        before: float32 (128, key_dim) first keys of the head with the largest imbalance.
+        after: The same rotated and scaled, as the published method quantizes them.
+    """
+
+    index: int
+    numbers: dict[str, Any]
+    groups: dict[str, Tensor]
+    norms: dict[str, Tensor]
+    before: Tensor
+    after: Tensor
+
+
+def diagnose_layer(states: LayerStates, modality: Mapping[str, Tensor]) -> LayerDiagnosis:
+    """All statistics of a layer.
+
+    Args:
+        states: Its states.
+        modality: bool (n,) by name, of the same tokens.
+
+    Raises:
+        ValueError: The states hold numbers that are not finite.
+    """
+    states = _whole_blocks(states)
+    keys, values = states.key, states.value  # float32 (1, heads, n, D)
+    modality = {name: own[: keys.shape[2]].to(keys.device) for name, own in modality.items()}
+    modality = {name: own for name, own in modality.items() if own.any()}
+    attention = Attention(states)
+    share = attention_share(attention.weights, attention.positions)
+    classes = token_classes(keys[0], share, _GROUP)
+    configs = steps(values.shape[-1])
+    packed = {name: roundtrip(keys, values, config) for name, config in configs.items()}
+    gap = imbalance(keys[0], _GROUP)[1]
+    heads = keys.shape[1]
+    queries = states.query[0].unflatten(0, (heads, -1))
+    numbers = {
+        "layer": states.index,
+        "heads": [head_statistics(queries[h], keys[0, h], values[0, h], _GROUP) for h in range(heads)],
+        "tokens": _tokens(keys[0], share, classes),
+        "modalities": modality_gaps(keys[0], values[0], modality),
+        "steps": {
+            name: _step(states, attention, packed[name], configs[name], classes, modality) for name in configs
+        },
+        "interventions": {
+            name: {"key_error": relative_error(keys, k), "extra_bits": bits, **attention.compare(k[0], values[0])}
+            for name, (k, bits) in interventions(keys).items()
+        },
+        "theory": {name: _theory(keys, packed[name][0], configs[name]) for name in (NONE, BOTH)},
+    }
+    mean_square = in_groups(keys[0], _GROUP).square().sum(-1).mean(-1).double().clamp(min=1e-300)
+    groups = {
+        "error": group_errors(keys[0], packed[NONE][0][0], _GROUP),
+        "gap": gap,
+        "spread": spread(keys[0], _GROUP),
+        "bound": group_bounds(in_groups(keys[0], _GROUP), configs[NONE].key_bits)["gap"] / mean_square,
+    }
+    worst = int(gap.mean(-1).argmax())
+    first = keys[:, :, :_PICTURE_TOKENS]
+    return LayerDiagnosis(
+        index=states.index,
+        numbers=numbers,
+        groups={name: x.flatten().double().cpu() for name, x in groups.items()},
+        norms={"key": keys[0].norm(dim=-1).cpu(), "value": values[0].norm(dim=-1).cpu()},
+        before=first[0, worst].cpu(),
+        after=transform_keys(first, configs[BOTH], None)[0][0, worst].cpu(),
+    )
+
+
+def _whole_blocks(states: LayerStates) -> LayerStates:
+    """Float32, without the tokens after the last whole block."""
+    n = states.key.shape[2] // BLOCK_TOKENS * BLOCK_TOKENS
+    cut = {name: getattr(states, name)[:, :, :n].float() for name in ("query", "key", "value")}
+    for name, x in cut.items():
+        if not x.isfinite().all():
+            raise ValueError(f"layer {states.index} has a {name} that is not finite")
+    mask = None if states.mask is None else states.mask[:, :, :n, :n]
+    return replace(states, mask=mask, **cut)
+
+
+def _tokens(keys: Tensor, share: Tensor, classes: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Sinks and tokens of unusual norm: where they are, and how many."""
+    norms = keys.norm(dim=(0, -1))
+    relative = norms / norms.median()
+
+    def places(name: str) -> list[int]:
+        return torch.nonzero(classes[name]).flatten().tolist()
+
+    return {
+        "sinks": [
+            {"position": i, "attention": float(share[i]), "norm_over_median": float(relative[i])}
+            for i in places("sink")
+        ],
+        "low_norm": places("low_norm"),
+        "high_norm": places("high_norm"),
+        "count": {name: int(own.sum()) for name, own in classes.items()},
+    }
+
+
+def _step(
+    states: LayerStates,
+    attention: Attention,
+    packed: tuple[Tensor, Tensor],
+    config: OscarConfig,
+    classes: Mapping[str, Tensor],
+    modality: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """Errors after a step; norms and directions in the space in which that step quantizes."""
+    (keys, values), (k, v) = (states.key, states.value), packed
+    space = transform_keys(keys, config, equalizer_of(keys, config))[0][0]
+    ratio, gap = imbalance(space, _GROUP)
+    return {
+        "key_error": relative_error(keys, k),
+        "value_error": relative_error(values, v),
+        **attention.compare(k[0], v[0]),
+        "group_error": quantiles(group_errors(keys[0], k[0], _GROUP)),
+        "imbalance_ratio": quantiles(ratio),
+        "imbalance_gap": quantiles(gap),
+        "spread": quantiles(spread(space, _GROUP)),
+        "classes": {"key": class_errors(keys[0], k[0], classes), "value": class_errors(values[0], v[0], classes)},
+        "modalities": {"key": class_errors(keys[0], k[0], modality), "value": class_errors(values[0], v[0], modality)},
+    }
+
+
+def _theory(keys: Tensor, packed: Tensor, config: OscarConfig) -> dict[str, Any]:
+    """The bound in the space in which the keys are quantized."""
+    exact, norms, _ = transform_keys(keys, config, None)
+    x = transform_keys(packed, replace(config, token_norm=None), None)[0]
+    if norms is not None:
+        x = x / norms.float().unsqueeze(-1)
+    return check_bounds(exact[0], x[0], config.key_bits, config.key_group)
