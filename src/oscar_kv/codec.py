@@ -148,9 +148,7 @@ def _encode_values(values: Tensor, layout: RecordLayout, num_sinks: int) -> tupl
     return sections, unit[..., 0, 0]
 
 
-def transform_keys(
-    keys: Tensor, config: OscarConfig, equalizer: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def transform_keys(keys: Tensor, config: OscarConfig, equalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Equalized, rotated and scaled keys: what is quantized.
 
     Args:

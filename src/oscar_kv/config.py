@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 BLOCK_TOKENS = 128  # tokens in a packed block; a group of tokens never crosses a block
+REPORT_FORMAT = 1  # of the reports of ``oscar-kv diagnose``
 
 Bits = Literal[2, 3, 4, 8, 16]
 Metadata = Literal["float16", "bfloat16", "float8_e4m3"]
@@ -89,6 +94,31 @@ class OscarConfig:
             value_shrink=1.0,
             num_sinks=0,
         )
+
+    @classmethod
+    def from_report(cls, report: str | PathLike[str] | Mapping[str, Any]) -> OscarConfig:
+        """What ``oscar-kv diagnose`` recommends.
+
+        A cache has one configuration for all layers: what the report advises for single layers is not in it.
+
+        Args:
+            report: The path of a ``report.json``, or what is in it.
+
+        Raises:
+            ValueError: It is no such report, or one of another version.
+        """
+        if not isinstance(report, Mapping):
+            report = json.loads(Path(report).read_text(encoding="utf-8"))
+        found = report.get("format") if isinstance(report, Mapping) else None
+        if not isinstance(report, Mapping) or found != REPORT_FORMAT:
+            raise ValueError(f"not a report of oscar-kv diagnose in format {REPORT_FORMAT}: its format is {found!r}")
+        recommendation = report.get("recommendation")
+        chosen = recommendation.get("config") if isinstance(recommendation, Mapping) else None
+        if not isinstance(chosen, Mapping):
+            raise ValueError("the report recommends no configuration")
+        if unknown := sorted(set(chosen) - {field.name for field in fields(cls)}):
+            raise ValueError(f"the report's configuration has unknown fields: {', '.join(unknown)}")
+        return cls(**chosen)
 
     def __post_init__(self) -> None:
         for name, allowed in (

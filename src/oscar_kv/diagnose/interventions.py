@@ -15,17 +15,19 @@ from oscar_kv.diagnose.steps import NONE, ROTATION, SINKS, roundtrip, steps
 
 PLAIN, ROTATED = "a: none (KIVI)", "c: rotation"
 NORMS = ("b: norms equalized", "f: grouped by norm")  # what repairs norms and nothing else
-WITHOUT_SINKS = "e: sinks left out"
+WITHOUT_SINKS = "e: first tokens exact"
+WITHOUT_ALL_SINKS = "h: all sinks exact"
 
 
-def interventions(keys: Tensor) -> dict[str, tuple[Tensor, float]]:
+def interventions(keys: Tensor, unusual: Tensor) -> dict[str, tuple[Tensor, float]]:
     """Keys after each intervention and the codec, and the bits per key element that it takes beyond plain groups.
 
-    Only (a), (c) and (e) are methods as they stand; (b), (d), (f) and (g) keep exact numbers on the side and so show
-    the most that such a repair can do.
+    Only (a), (c) and (e) are methods as they stand; the others keep exact numbers on the side, or know the text, and so
+    show the most that such a repair can do.
 
     Args:
         keys: float32 (1, heads, n, key_dim), n whole blocks.
+        unusual: bool (n,), the sinks and the tokens of low norm, which (h) keeps exact and out of all statistics.
     """
     configs = steps(keys.shape[-1])
     plain, rotated = configs[NONE], configs[ROTATION]
@@ -41,6 +43,7 @@ def interventions(keys: Tensor) -> dict[str, tuple[Tensor, float]]:
         WITHOUT_SINKS: (_quantize(keys, sinks), 16 * sinks.num_sinks / tokens),
         NORMS[1]: (_sorted_by_norm(keys, lambda x: _quantize(x, plain)), math.log2(tokens) / dim),
         "g: mean direction taken out": (_without_direction(keys, plain), 16 / plain.key_group + 32 / dim),
+        WITHOUT_ALL_SINKS: (_without(keys, unusual, plain), 16 * float(unusual.double().mean())),
     }
 
 
@@ -53,6 +56,12 @@ def _sorted_by_norm(keys: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tenso
     """Groups of tokens of similar norm: a permutation per head, undone afterwards."""
     order = keys.norm(dim=-1).argsort(-1)[..., None].expand_as(keys)
     return torch.empty_like(keys).scatter_(2, order, quantize(keys.gather(2, order)))
+
+
+def _without(keys: Tensor, tokens: Tensor, config: OscarConfig) -> Tensor:
+    """Some tokens, bool (n,), exact and out of their groups' statistics: the codec leaves out what is not finite."""
+    tokens = tokens[:, None]
+    return torch.where(tokens, keys, _quantize(torch.where(tokens, torch.nan, keys), config))
 
 
 def _without_direction(keys: Tensor, config: OscarConfig) -> Tensor:

@@ -78,15 +78,16 @@ def diagnose_layer(states: LayerStates, modality: Mapping[str, Tensor]) -> Layer
     queries = states.query[0].unflatten(0, (heads, -1))
     numbers = {
         "layer": states.index,
+        "kv_heads": keys.shape[1],
+        "key_dim": keys.shape[-1],
+        "value_dim": values.shape[-1],
         "heads": [head_statistics(queries[h], keys[0, h], values[0, h], _GROUP) for h in range(heads)],
         "tokens": _tokens(keys[0], share, classes),
         "modalities": modality_gaps(keys[0], values[0], modality),
-        "steps": {
-            name: _step(states, attention, packed[name], configs[name], classes, modality) for name in configs
-        },
+        "steps": {name: _step(states, attention, packed[name], configs[name], classes, modality) for name in configs},
         "interventions": {
             name: {"key_error": relative_error(keys, k), "extra_bits": bits, **attention.compare(k[0], values[0])}
-            for name, (k, bits) in interventions(keys).items()
+            for name, (k, bits) in interventions(keys, classes["sink"] | classes["low_norm"]).items()
         },
         "theory": {name: _theory(keys, packed[name][0], configs[name]) for name in (NONE, BOTH)},
     }

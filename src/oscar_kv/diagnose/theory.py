@@ -13,9 +13,9 @@ _ROUNDING = 1e-4  # relative slack of a comparison in float32
 def group_bounds(x: Tensor, bits: int) -> dict[str, Tensor]:
     """Modelled error per token of each group, and what bounds it from below.
 
-    The model: a channel with the range r over the group gets noise of variance ``(r / B)**2 / 12``, ``B = 2**bits - 1``.
-    For any two tokens u and v of the group, r is at least their distance in that channel, so that the modelled error
-    is at least ``||u - v||**2 / (12 B**2)``, and by the triangle inequality at least ``(||u|| - ||v||)**2 / (12 B**2)``.
+    The model: a channel with range r over the group gets noise of variance ``(r / B)**2 / 12``, ``B = 2**bits - 1``.
+    For any two tokens u and v of the group, r is at least their distance in that channel. So the modelled error is
+    at least ``||u - v||**2 / (12 B**2)``, and by the triangle inequality ``(||u|| - ||v||)**2 / (12 B**2)``.
 
     Args:
         x: (..., group, D) in the space in which it is quantized.

@@ -1,0 +1,5 @@
+"""See whether, where and why 2-bit quantization of the KV cache hurts a model: ``diagnose`` and its report."""
+
+from oscar_kv.diagnose.report import Report, diagnose
+
+__all__ = ["Report", "diagnose"]

@@ -1,0 +1,93 @@
+"""Means over the layers, the bound over all groups, and plain numbers that JSON can hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from oscar_kv.diagnose.interventions import NORMS, PLAIN, ROTATED, WITHOUT_ALL_SINKS, WITHOUT_SINKS
+from oscar_kv.diagnose.layer import LayerDiagnosis
+from oscar_kv.diagnose.theory import regress
+
+_ERRORS = ("output_error", "attention_kl", "key_error", "value_error", "extra_bits")
+_WORTH_REPAIRING = 1e-3  # relative error of the attention output with plain groups
+
+
+def rounded(x: Any) -> Any:
+    """Floats of nested dictionaries and lists to 4 significant digits; those that are not finite become None."""
+    if isinstance(x, dict):
+        return {key: rounded(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [rounded(value) for value in x]
+    if isinstance(x, float):
+        return float(f"{x:.4g}") if math.isfinite(x) else None
+    return x
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def summarize(layers: Sequence[LayerDiagnosis]) -> dict[str, Any]:
+    """Means over layers of what each step and each intervention leaves, and by token class."""
+    numbers = [layer.numbers for layer in layers]
+    return {
+        "steps": {name: _means([n["steps"][name] for n in numbers]) for name in numbers[0]["steps"]},
+        "interventions": {
+            name: _means([n["interventions"][name] for n in numbers]) for name in numbers[0]["interventions"]
+        },
+    }
+
+
+def _means(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: mean([row[name] for row in rows]) for name in _ERRORS if name in rows[0]}
+    for kind in ("classes", "modalities"):
+        if kind in rows[0]:
+            names = dict.fromkeys(name for row in rows for name in row[kind]["key"])
+            found[kind] = {
+                name: mean([row[kind]["key"][name] for row in rows if name in row[kind]["key"]]) for name in names
+            }
+    return found
+
+
+def theory(layers: Sequence[LayerDiagnosis]) -> dict[str, Any]:
+    """The bound over all groups of all layers, and what the error of a plain group goes with."""
+    spaces = {}
+    for space in layers[0].numbers["theory"]:
+        rows = [layer.numbers["theory"][space] for layer in layers if layer.numbers["theory"][space]["groups"]]
+        spaces[space] = {
+            "groups": sum(row["groups"] for row in rows),
+            "violations": sum(row["violations"] for row in rows),
+            **{
+                f"{name}_median": mean([row[name]["median"] for row in rows])
+                for name in ("gap", "extremes", "diameter", "measured")
+            },
+            "measured_below_gap": mean([row["measured_below_gap"] for row in rows]),
+        }
+    together = {name: torch.cat([layer.groups[name] for layer in layers]) for name in layers[0].groups}
+    factors = {"norm gap": together["gap"], "directional spread": together["spread"]}
+    return {"bound": spaces, "regression": regress(together["error"], factors)}
+
+
+def verdict(interventions: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Whether token norms are what hurts most, by how much of the error of the attention output each repair removes.
+
+    The rule: a repair of norms alone removes more than half of the error of plain groups, and more than rotation does.
+    """
+    worst = interventions[PLAIN]["output_error"]
+    if worst < _WORTH_REPAIRING:
+        return {"primary": None, "removed": {}, "text": "Plain 2-bit keys change the attention output hardly at all."}
+    removed = {name: 1.0 - row["output_error"] / worst for name, row in interventions.items() if name != PLAIN}
+    norms = max(removed[name] for name in NORMS)
+    primary = norms > 0.5 and norms > removed[ROTATED]
+    text = (
+        f"Plain 2-bit keys change the attention output by {worst:.3g} (relative squared error). Repairing norms alone "
+        f"removes {norms:.0%} of that, rotation alone {removed[ROTATED]:.0%}, first tokens in 16 bit "
+        f"{removed[WITHOUT_SINKS]:.0%}, all sinks and low-norm tokens in 16 bit {removed[WITHOUT_ALL_SINKS]:.0%}. "
+        f"Token norm imbalance is {'' if primary else 'not '}the primary bottleneck here, by the rule that repairing "
+        "norms removes more than half, and more than rotation."
+    )
+    return {"primary": primary, "removed": removed, "text": text}
