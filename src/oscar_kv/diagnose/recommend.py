@@ -17,6 +17,7 @@ _MAX_SINKS = 64
 _WEAK_LAYER = 0.1  # relative error of a layer's attention output from which on more bits are advised
 _WIDE_GROUP = 4.0  # largest over smallest norm of a group from which on norms count as imbalanced
 _MODALITY_GAP = 2.0  # ratio of median norms
+_WORSE = 1.25  # ratio of errors from which on one step is called worse than another
 
 
 def kl_class(kl: float) -> str:
@@ -72,7 +73,7 @@ def causes(layer: dict[str, Any]) -> list[str]:
     for kind in ("low_norm", "high_norm"):
         if tokens[kind]:
             found.append(f"{len(tokens[kind])} tokens of {kind.replace('_', ' ')}, the first at {tokens[kind][0]}")
-    ratio = max(head["imbalance_ratio"]["max"] for head in layer["heads"])
+    ratio = _widest(layer)
     if ratio > _WIDE_GROUP:
         found.append(f"norms differ {ratio:.3g} times within a group")
     channels = max(layer["heads"], key=lambda head: len(head["channels"]["outliers"]))["channels"]
@@ -84,6 +85,11 @@ def causes(layer: dict[str, Any]) -> list[str]:
         if not 1 / _MODALITY_GAP <= gap["key_over_text"] <= _MODALITY_GAP and name != "text":
             found.append(f"{name} keys have {gap['key_over_text']:.2g} times the norm of text")
     return found
+
+
+def _widest(layer: dict[str, Any]) -> float:
+    """Largest ratio of two norms within a group, over the heads."""
+    return float(max(head["imbalance_ratio"]["max"] for head in layer["heads"]))
 
 
 def _layer_advice(layer: dict[str, Any], preset: str) -> dict[str, Any] | None:
@@ -120,8 +126,15 @@ def _reasons(
             f"{len(outliers)} of {len(layers)} layers have outlier channels (range above {OUTLIER_CHANNEL:g} x the "
             "median): the presets equalize channels before they rotate."
         )
+    wide = {n["layer"]: ratio for n in layers if (ratio := _widest(n)) > _WIDE_GROUP}
+    if wide:
+        worst = max(wide, key=lambda layer: wide[layer])
+        reasons.append(
+            f"{len(wide)} of {len(layers)} layers have groups whose norms differ more than {_WIDE_GROUP:g} times, "
+            f"layer {worst} {wide[worst]:.3g} times: the presets take the norm out of each key."
+        )
     rotated, plain = (summary["steps"][name]["output_error"] for name in (BOTH, SCALING))
-    if rotated > plain:
+    if rotated > _WORSE * plain:
         reasons.append(
             f"Do not use the published method here: its rotation raises the mean output error from {plain:.2g} to "
             f"{rotated:.2g}."

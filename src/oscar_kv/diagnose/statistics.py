@@ -13,6 +13,7 @@ from oscar_kv.config import BLOCK_TOKENS
 LOW, HIGH = 0.5, 2.0  # a token is of low or high norm beyond these multiples of the median
 OUTLIER_CHANNEL = 4.0  # a channel is an outlier beyond this multiple of the median range
 SINK_SHARE = 0.02  # a token is an attention sink from this share of a far query's attention on
+FAR_QUERIES = 16  # as many are needed to call a token a sink
 _QUANTILES = {"min": 0.0, "p05": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 
 
@@ -102,7 +103,7 @@ def head_statistics(queries: Tensor, keys: Tensor, values: Tensor, group: int) -
 
 
 def attention_share(weights: Tensor, queries: Tensor) -> Tensor:
-    """Mean attention that each token gets from queries at least 128 tokens later; 0 where there is no such query.
+    """Mean attention that each token gets from queries at least 128 tokens later; 0 with fewer than 16 of these.
 
     Args:
         weights: (heads, m, n) attention weights.
@@ -113,7 +114,8 @@ def attention_share(weights: Tensor, queries: Tensor) -> Tensor:
     """
     positions = torch.arange(weights.shape[-1], device=weights.device)
     far = (queries[:, None] >= positions + BLOCK_TOKENS).float()  # (m, n)
-    return (weights.mean(0) * far).sum(0) / far.sum(0).clamp(min=1.0)
+    count = far.sum(0)
+    return torch.where(count >= FAR_QUERIES, (weights.mean(0) * far).sum(0) / count.clamp(min=1.0), 0.0)
 
 
 def token_classes(keys: Tensor, share: Tensor, group: int) -> dict[str, Tensor]:
