@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import dynamic_cache, forward, make_model, tokens
 
+from models import dynamic_cache, forward, make_model, tokens
 from oscar_kv.diagnose.capture import capture, modalities, packed_layers
 
 LENGTH = 400

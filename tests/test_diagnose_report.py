@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from models import dynamic_cache, forward, make_model, tokens
 from torch.nn import functional as F
 
+from models import dynamic_cache, forward, make_model, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.diagnose import diagnose
 from oscar_kv.diagnose.steps import steps
@@ -56,7 +56,9 @@ def test_norms_imbalance_and_spread(case):
                 ranges.append(group.max(0).values - group.min(0).values)
             for name, expected in (("imbalance_ratio", ratios), ("imbalance_gap", gaps), ("spread", spreads)):
                 assert head[name]["max"] == pytest.approx(max(expected), rel=1e-3)
-                assert head[name]["median"] == pytest.approx(sorted(expected)[5:7][0] / 2 + sorted(expected)[6] / 2, rel=1e-3)
+                assert head[name]["median"] == pytest.approx(
+                    sorted(expected)[5:7][0] / 2 + sorted(expected)[6] / 2, rel=1e-3
+                )
             ranges = sum(ranges) / len(ranges)
             assert head["channels"]["max_over_median"] == pytest.approx(float(ranges.max() / ranges.median()), rel=1e-3)
 

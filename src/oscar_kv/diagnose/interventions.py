@@ -17,6 +17,7 @@ PLAIN, ROTATED = "a: none (KIVI)", "c: rotation"
 NORMS = ("b: norms equalized", "f: grouped by norm")  # what repairs norms and nothing else
 WITHOUT_SINKS = "e: first tokens exact"
 WITHOUT_ALL_SINKS = "h: all sinks exact"
+NORMS_AND_SINKS = "i: norms equalized, all sinks exact"
 
 
 def interventions(keys: Tensor, unusual: Tensor) -> dict[str, tuple[Tensor, float]]:
@@ -27,14 +28,14 @@ def interventions(keys: Tensor, unusual: Tensor) -> dict[str, tuple[Tensor, floa
 
     Args:
         keys: float32 (1, heads, n, key_dim), n whole blocks.
-        unusual: bool (n,), the sinks and the tokens of low norm, which (h) keeps exact and out of all statistics.
+        unusual: bool (n,), the sinks and the tokens of low norm, which (h) and (i) keep exact.
     """
     configs = steps(keys.shape[-1])
     plain, rotated = configs[NONE], configs[ROTATION]
     sinks = replace(plain, num_sinks=configs[SINKS].num_sinks)
     tokens, dim = keys.shape[2:]
     norms = keys.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    norm_bits = 32 / dim
+    norm_bits, exact_bits = 32 / dim, 16 * float(unusual.double().mean())
     return {
         PLAIN: (_quantize(keys, plain), 0.0),
         NORMS[0]: (_quantize(keys / norms, plain) * norms, norm_bits),
@@ -43,7 +44,8 @@ def interventions(keys: Tensor, unusual: Tensor) -> dict[str, tuple[Tensor, floa
         WITHOUT_SINKS: (_quantize(keys, sinks), 16 * sinks.num_sinks / tokens),
         NORMS[1]: (_sorted_by_norm(keys, lambda x: _quantize(x, plain)), math.log2(tokens) / dim),
         "g: mean direction taken out": (_without_direction(keys, plain), 16 / plain.key_group + 32 / dim),
-        WITHOUT_ALL_SINKS: (_without(keys, unusual, plain), 16 * float(unusual.double().mean())),
+        WITHOUT_ALL_SINKS: (_without(keys, unusual, plain), exact_bits),
+        NORMS_AND_SINKS: (_without(keys / norms, unusual, plain) * norms, norm_bits + exact_bits),
     }
 
 

@@ -11,7 +11,7 @@ from oscar_kv.diagnose.steps import BOTH, RECOMMENDABLE, SCALING
 from oscar_kv.evaluate import PRESETS
 
 KL_CLASSES = {"negligible": 0.01, "small": 0.1, "noticeable": 0.5, "severe": float("inf")}  # upper ends, nats
-KL_PER_OUTPUT_ERROR = 1.7  # how the KL of predictions goes with the mean output error, see docs/tni.md
+KL_PER_OUTPUT_ERROR = 2.0  # nats per output error, mean over all layers, of three small models: see docs/tni.md
 _ACCEPTED = ("negligible", "small")
 _MAX_SINKS = 64
 _WEAK_LAYER = 0.1  # relative error of a layer's attention output from which on more bits are advised
@@ -24,20 +24,22 @@ def kl_class(kl: float) -> str:
     return next(name for name, end in KL_CLASSES.items() if kl < end)
 
 
-def recommend(summary: dict[str, Any], layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def recommend(summary: dict[str, Any], layers: Sequence[dict[str, Any]], num_layers: int) -> dict[str, Any]:
     """The cheapest preset whose predictions should stay near those of the 16-bit cache, sinks, and advice by layer.
 
     Args:
         summary: Means over the layers, with "predictions" if they were measured.
-        layers: Numbers of each layer.
+        layers: Numbers of each diagnosed layer.
+        num_layers: Layers of the model; those that are not packed have no error.
 
     Returns:
         "preset"; "config", fields of :class:`~oscar_kv.OscarConfig`; "expected_kl" and its class, by preset;
         "kl_is_measured"; "reasons"; "layers": what is wrong with single layers, and bits for those that need more.
     """
     measured = summary.get("predictions")
+    factor = KL_PER_OUTPUT_ERROR * len(layers) / num_layers
     expected = {
-        name: measured[name]["kl"] if measured else KL_PER_OUTPUT_ERROR * summary["steps"][name]["output_error"]
+        name: measured[name]["kl"] if measured else factor * summary["steps"][name]["output_error"]
         for name in RECOMMENDABLE
     }
     preset = next((name for name in RECOMMENDABLE if kl_class(expected[name]) in _ACCEPTED), RECOMMENDABLE[-1])
@@ -108,7 +110,7 @@ def _reasons(
     summary: dict[str, Any], layers: Sequence[dict[str, Any]], expected: dict[str, float], preset: str, sinks: int
 ) -> list[str]:
     bounds = " and ".join(f"{name} below {KL_CLASSES[name]:g}" for name in _ACCEPTED)
-    how = "measured" if "predictions" in summary else f"expected: {KL_PER_OUTPUT_ERROR} x the mean output error"
+    how = "measured" if "predictions" in summary else f"expected: {KL_PER_OUTPUT_ERROR:g} x the output error"
     levels = ", ".join(f"{name} {kl:.2g} ({kl_class(kl)})" for name, kl in expected.items())
     reasons = [f"{preset}: the fewest bits with a small KL of predictions ({bounds} nats); {how}: {levels}."]
     if kl_class(expected[preset]) not in _ACCEPTED:

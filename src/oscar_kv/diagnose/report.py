@@ -105,7 +105,11 @@ def diagnose(
         "summary": summary,
         "theory": {**theory(layers), "sweep": sweep()},
         "verdict": verdict(summary["interventions"]),
-        "recommendation": recommend(summary, [layer.numbers for layer in layers]),
+        "recommendation": recommend(
+            summary,
+            [layer.numbers for layer in layers],
+            model.config.get_text_config(decoder=True).num_hidden_layers,
+        ),
         "provenance": results.provenance(),
         "layers": [layer.numbers for layer in layers],
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oscar_kv.diagnose.interventions import NORMS, PLAIN, ROTATED, WITHOUT_ALL_SINKS, WITHOUT_SINKS
+from oscar_kv.diagnose.interventions import NORMS, NORMS_AND_SINKS, PLAIN, ROTATED, WITHOUT_ALL_SINKS, WITHOUT_SINKS
 from oscar_kv.diagnose.layer import LayerDiagnosis
 from oscar_kv.diagnose.theory import regress
 
@@ -86,8 +86,8 @@ def verdict(interventions: dict[str, dict[str, float]]) -> dict[str, Any]:
     text = (
         f"Plain 2-bit keys change the attention output by {worst:.3g} (relative squared error). Repairing norms alone "
         f"removes {norms:.0%} of that, rotation alone {removed[ROTATED]:.0%}, first tokens in 16 bit "
-        f"{removed[WITHOUT_SINKS]:.0%}, all sinks and low-norm tokens in 16 bit {removed[WITHOUT_ALL_SINKS]:.0%}. "
-        f"Token norm imbalance is {'' if primary else 'not '}the primary bottleneck here, by the rule that repairing "
-        "norms removes more than half, and more than rotation."
+        f"{removed[WITHOUT_SINKS]:.0%}, all sinks and low-norm tokens in 16 bit {removed[WITHOUT_ALL_SINKS]:.0%}, "
+        f"these and equal norms {removed[NORMS_AND_SINKS]:.0%}. Token norm imbalance is {'' if primary else 'not '}"
+        "the primary bottleneck here, by the rule that repairing norms removes more than half, and more than rotation."
     )
     return {"primary": primary, "removed": removed, "text": text}
