@@ -49,7 +49,7 @@ def diagnose(
         if out is not None:
             from oscar_kv.diagnose.html import write
 
-            write(report, out, [tokenizer.decode(token) for token in ids[0]])
+            write(report, out)
         if json:
             typer.echo(report.to_json())
         else:

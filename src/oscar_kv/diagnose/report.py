@@ -137,6 +137,9 @@ def _model(model: PreTrainedModel, name: str, layers: list[LayerDiagnosis]) -> d
         "dtype": str(model.dtype).removeprefix("torch."),
         "layers": decoder.num_hidden_layers,
         "diagnosed": [layer.index for layer in layers],
+        "kv_heads": heads,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
         "packed_bits": {
             step: packed_bits(config, heads, key_dim, value_dim) for step, config in steps(value_dim).items()
         },
