@@ -105,7 +105,7 @@ def _surfaces(layer: LayerDiagnosis) -> Any:
     for i, (title, x) in enumerate(_pair(layer)):
         axes = figure.add_subplot(1, 2, i + 1, projection="3d")
         tokens, channels = torch.meshgrid(torch.arange(x.shape[0]), torch.arange(x.shape[1]), indexing="ij")
-        axes.plot_surface(channels.numpy(), tokens.numpy(), x.abs().numpy(), cmap="viridis", rcount=64, ccount=64)
+        axes.plot_surface(channels.numpy(), tokens.numpy(), x.abs().numpy(), cmap="viridis", rcount=48, ccount=48)
         axes.set_title(title)
         axes.set_xlabel("channel")
         axes.set_ylabel("token")

@@ -43,7 +43,8 @@ class Report:
     modality: dict[str, Tensor]
 
     def to_json(self) -> str:
-        return json.dumps(self.numbers, indent=1, allow_nan=False)
+        """One line of JSON: with the statistics of every head and layer it is long."""
+        return json.dumps(self.numbers, separators=(",", ":"), allow_nan=False)
 
     def save(self, folder: Path) -> Path:
         """Write ``report.json`` into a folder, which is made if need be; its path."""
