@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 from oscar_kv.diagnose.figures import figures
 from oscar_kv.diagnose.report import Report
@@ -12,6 +13,7 @@ from oscar_kv.loading import import_extra
 
 HTML_NAME = "report.html"
 _DPI = 100
+_PALETTE = 256  # colors of a picture, for less than half of the bytes
 
 
 def write(report: Report, folder: Path) -> Path:
@@ -31,10 +33,9 @@ def write(report: Report, folder: Path) -> Path:
     report.save(folder)
     pictures = []
     for name, (figure, caption) in figures(report).items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=_DPI)
-        (folder / f"{name}.png").write_bytes(buffer.getvalue())
-        pictures.append({"data": base64.b64encode(buffer.getvalue()).decode("ascii"), "caption": caption})
+        png = _png(figure)
+        (folder / f"{name}.png").write_bytes(png)
+        pictures.append({"data": base64.b64encode(png).decode("ascii"), "caption": caption})
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -43,3 +44,12 @@ def write(report: Report, folder: Path) -> Path:
     path = folder / HTML_NAME
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _png(figure: Any) -> bytes:
+    """A matplotlib figure as PNG with a palette (Pillow comes with matplotlib)."""
+    image = import_extra("PIL.Image", "plot")
+    full, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(full, format="png", dpi=_DPI)
+    image.open(full).convert("RGB").quantize(_PALETTE).save(small, "PNG", optimize=True)
+    return small.getvalue()

@@ -13,6 +13,7 @@ from oscar_kv.diagnose.layer import LayerDiagnosis
 from oscar_kv.diagnose.theory import regress
 
 _ERRORS = ("output_error", "attention_kl", "key_error", "value_error", "extra_bits")
+_ORDER = ("sink", "low_norm", "neighbour", "high_norm", "other", "text", "image", "video", "audio")
 _WORTH_REPAIRING = 1e-3  # relative error of the attention output with plain groups
 
 
@@ -46,7 +47,8 @@ def _means(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {name: mean([row[name] for row in rows]) for name in _ERRORS if name in rows[0]}
     for kind in ("classes", "modalities"):
         if kind in rows[0]:
-            names = dict.fromkeys(name for row in rows for name in row[kind]["key"])
+            found_names = {name for row in rows for name in row[kind]["key"]}
+            names = sorted(found_names, key=_ORDER.index)
             found[kind] = {
                 name: mean([row[kind]["key"][name] for row in rows if name in row[kind]["key"]]) for name in names
             }
