@@ -74,7 +74,7 @@ def test_presets_are_all_there():
 def test_the_module_of_the_console_script_starts():
     code = "import sys; from oscar_kv.cli import app; sys.argv[1:] = ['--help']; app()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for command in ("demo", "generate", "eval", "bench", "env"):
+    for command in ("demo", "generate", "diagnose", "eval", "bench", "env"):
         assert command in done.stdout
 
 

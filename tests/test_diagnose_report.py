@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from models import dynamic_cache, forward, make_model, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.diagnose import diagnose
+from oscar_kv.diagnose.capture import capture
 from oscar_kv.diagnose.steps import steps
+from oscar_kv.diagnose.tokens import attention_share
 from oscar_kv.evaluate import compare
 
 LENGTH, COUNTED = 400, 384  # three blocks and a rest
@@ -112,8 +114,6 @@ def attention_by_hand(model, states, keys, values, packed_keys, packed_values, i
 
 
 def test_attention_errors(case):
-    from oscar_kv.diagnose.capture import capture
-
     model, ids, exact, report = case
     states = {}
     with torch.no_grad():
@@ -192,8 +192,6 @@ def test_from_report_refuses_other_json(tmp_path):
 
 def test_shares_of_attention_find_the_sink():
     """Every far query gives token 3 a quarter of its attention, by construction."""
-    from oscar_kv.diagnose.statistics import attention_share
-
     n, positions = 384, torch.arange(128, 384)
     weights = torch.zeros(2, len(positions), n, dtype=torch.float64)
     weights[:, :, 3] = 0.25

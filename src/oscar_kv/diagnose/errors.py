@@ -12,7 +12,8 @@ from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.diagnose.capture import LayerStates
 from oscar_kv.diagnose.statistics import in_groups
 
-_QUERIES = 128  # queries per layer whose attention is compared
+_QUERIES, _FEWEST = 128, 32  # queries per layer whose attention is compared
+_SCORES = 2**26  # as many scores are held at a time, which leaves fewer queries to a long text
 
 
 def relative_error(exact: Tensor, packed: Tensor, tokens: Tensor | None = None) -> float:
@@ -46,7 +47,8 @@ class Attention:
     def __init__(self, states: LayerStates) -> None:
         self._states = states
         n, device = states.key.shape[2], states.key.device
-        self.positions = torch.linspace(BLOCK_TOKENS, n - 1, min(_QUERIES, n - BLOCK_TOKENS), device=device).long()
+        count = min(_QUERIES, n - BLOCK_TOKENS, max(_FEWEST, _SCORES // (states.query.shape[1] * n)))
+        self.positions = torch.linspace(BLOCK_TOKENS, n - 1, count, device=device).long()
         columns = torch.arange(n, device=device)
         self._packed = columns < self.positions[:, None] // BLOCK_TOKENS * BLOCK_TOKENS  # (m, n)
         causal = columns <= self.positions[:, None]

@@ -14,18 +14,10 @@ from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.diagnose.capture import LayerStates
 from oscar_kv.diagnose.errors import Attention, class_errors, group_errors, relative_error
 from oscar_kv.diagnose.interventions import interventions
-from oscar_kv.diagnose.statistics import (
-    attention_share,
-    head_statistics,
-    imbalance,
-    in_groups,
-    modality_gaps,
-    quantiles,
-    spread,
-    token_classes,
-)
+from oscar_kv.diagnose.statistics import head_statistics, imbalance, in_groups, quantiles, spread
 from oscar_kv.diagnose.steps import BOTH, NONE, equalizer_of, roundtrip, steps
 from oscar_kv.diagnose.theory import check_bounds, group_bounds
+from oscar_kv.diagnose.tokens import attention_share, modality_gaps, token_classes
 
 _GROUP = 32  # tokens per group of the statistics
 _PICTURE_TOKENS = 128
