@@ -15,6 +15,7 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5O
 
 from oscar_kv.diagnose import diagnose
 from oscar_kv.diagnose.capture import capture
+from oscar_kv.diagnose.figures import figures
 
 LENGTH, COUNTED = 400, 384
 AUDIO, IMAGE, VIDEO = 119, 120, 121
@@ -148,6 +149,14 @@ def test_a_gap_between_modalities_is_reported():
     assert layer["modalities"]["image"]["key_over_text"] > 2
     causes = {found["layer"]: found["causes"] for found in numbers["recommendation"]["layers"]}
     assert any(cause.startswith("image keys have") for cause in causes[0])
+
+
+def test_each_modality_has_its_violin(case):
+    model, inputs, counts = case
+    figure, _ = figures(diagnose(model, inputs))["modalities"]
+    for axes, side in zip(figure.axes, ("query", "key", "value"), strict=True):
+        assert [label.get_text() for label in axes.get_xticklabels()] == list(counts)
+        assert axes.get_ylabel() == f"{side} norm per head"
 
 
 def test_predictions_need_text(case):

@@ -26,7 +26,7 @@ def figures(report: Report) -> dict[str, tuple[Any, str]]:
         "repairs": (_repairs(report), "What each repair of plain 2-bit keys removes of the attention output's error."),
         "norms": (
             _norms(worst),
-            f"Token norms over the KV heads of layer {worst.index}, which suffers most from plain 2-bit groups.",
+            f"Token norms over the heads of layer {worst.index}, which suffers most from plain 2-bit groups.",
         ),
         "channels": (
             _heatmaps(worst),
@@ -41,7 +41,7 @@ def figures(report: Report) -> dict[str, tuple[Any, str]]:
         ),
     }
     if len(report.modality) > 1:
-        found["modalities"] = (_modalities(report, worst), f"Key norms of layer {worst.index} by modality.")
+        found["modalities"] = (_modalities(report, worst), f"Norms of layer {worst.index} by modality.")
     return found
 
 
@@ -80,8 +80,8 @@ def _repairs(report: Report) -> Any:
 
 
 def _norms(layer: LayerDiagnosis) -> Any:
-    figure = _figure(10, 5)
-    for axes, (side, norms) in zip(figure.subplots(2, sharex=True), layer.norms.items(), strict=True):
+    figure = _figure(10, 6)
+    for axes, (side, norms) in zip(figure.subplots(len(layer.norms), sharex=True), layer.norms.items(), strict=True):
         axes.boxplot(norms[:, :_BOX_TOKENS].numpy(), flierprops={"markersize": 2})
         axes.set_ylabel(f"{side} norm")
     axes.set_xticks(range(1, _BOX_TOKENS + 1, 4), [str(i) for i in range(0, _BOX_TOKENS, 4)])
@@ -144,7 +144,7 @@ def _sample(x: Tensor) -> Tensor:
 
 def _modalities(report: Report, layer: LayerDiagnosis) -> Any:
     figure = _figure(10, 3.5)
-    for axes, (side, norms) in zip(figure.subplots(1, 2), layer.norms.items(), strict=True):
+    for axes, (side, norms) in zip(figure.subplots(1, len(layer.norms)), layer.norms.items(), strict=True):
         parts = [_sample(norms[:, own].flatten()).numpy() for own in report.modality.values()]
         axes.violinplot(parts, showmedians=True)
         axes.set_xticks(range(1, len(parts) + 1), list(report.modality))

@@ -33,7 +33,7 @@ class LayerDiagnosis:
         groups: float64 (KV heads * groups,) by name: "error", relative error of plain 2-bit groups; "gap", "spread",
             the imbalance and the directional spread of the group; "bound", the paper's bound over the mean squared
             norm, which is what "error" is relative to.
-        norms: float32 (KV heads, n) key norms, and of values.
+        norms: float32 (heads, n) token norms of "query", "key" and "value".
         before: float32 (128, key_dim) first keys of the head with the largest imbalance.
         after: The same rotated and scaled, as the published method quantizes them.
     """
@@ -96,7 +96,9 @@ def diagnose_layer(states: LayerStates, modality: Mapping[str, Tensor]) -> Layer
         index=states.index,
         numbers=numbers,
         groups={name: x.flatten().double().cpu() for name, x in groups.items()},
-        norms={"key": keys[0].norm(dim=-1).cpu(), "value": values[0].norm(dim=-1).cpu()},
+        norms={
+            name: x[0].norm(dim=-1).cpu() for name, x in (("query", states.query), ("key", keys), ("value", values))
+        },
         before=first[0, worst].cpu(),
         after=transform_keys(first, configs[BOTH], None)[0][0, worst].cpu(),
     )
