@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import oscar_kv
 from models import dynamic_cache, forward, make_model, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.diagnose import diagnose
@@ -69,7 +70,7 @@ def test_norms_imbalance_and_spread(case):
 def test_errors_are_those_of_a_real_cache(case, step):
     """The same prompt in a real OscarCache, whose keys are then read back and compared in fp64."""
     model, ids, exact, report = case
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("oscar")  # shows the cache its queries
     value_dim = report.numbers["layers"][0]["value_dim"]
     cache = OscarCache(model.config, steps(value_dim)[step])
     forward(model, ids, cache)
@@ -118,6 +119,7 @@ def test_attention_errors(case):
     states = {}
     with torch.no_grad():
         capture(model, {"input_ids": ids}, lambda s: states.update({s.index: s}))
+    model.set_attn_implementation("oscar")
     for step in ("none", "default"):
         cache = OscarCache(model.config, steps(report.numbers["layers"][0]["value_dim"])[step])
         forward(model, ids, cache)
@@ -153,7 +155,8 @@ def test_predictions_are_those_of_compare():
     report = diagnose(model, {"input_ids": ids}, predictions=True)
     found = report.numbers["summary"]["predictions"]
     config = steps(32)["quality"]
-    expected = compare(model, ids, {"quality": functools.partial(OscarCache, model.config, config)})["quality"]
+    with oscar_kv.enable(model):
+        expected = compare(model, ids, {"quality": functools.partial(OscarCache, model.config, config)})["quality"]
     assert found["quality"]["kl"] == pytest.approx(expected.kl, rel=1e-2)
     assert report.numbers["recommendation"]["kl_is_measured"]
     assert report.numbers["recommendation"]["expected_kl"]["quality"]["kl"] == found["quality"]["kl"]

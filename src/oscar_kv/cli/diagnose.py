@@ -12,7 +12,8 @@ from rich.table import Table
 from oscar_kv.cli.shared import TextOption, errors_in_one_line, progress_bar, text_of
 from oscar_kv.diagnose import Report
 from oscar_kv.diagnose import diagnose as run
-from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, first_tokens, import_extra, load
+from oscar_kv.extras import import_extra
+from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, first_tokens, load
 
 
 def diagnose(

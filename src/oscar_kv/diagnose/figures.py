@@ -11,7 +11,7 @@ from oscar_kv.diagnose.interventions import PLAIN
 from oscar_kv.diagnose.layer import LayerDiagnosis
 from oscar_kv.diagnose.report import Report
 from oscar_kv.diagnose.steps import BOTH, NONE
-from oscar_kv.loading import import_extra
+from oscar_kv.extras import import_extra
 
 _COLORS = {NONE: "#d62728", BOTH: "#6baed6", "default": "#08519c"}
 _BOX_TOKENS = 48

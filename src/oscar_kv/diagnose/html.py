@@ -9,7 +9,7 @@ from typing import Any
 
 from oscar_kv.diagnose.figures import figures
 from oscar_kv.diagnose.report import Report
-from oscar_kv.loading import import_extra
+from oscar_kv.extras import import_extra
 
 HTML_NAME = "report.html"
 _DPI = 100

@@ -64,7 +64,7 @@ def diagnose_layer(states: LayerStates, modality: Mapping[str, Tensor]) -> Layer
     share = attention_share(attention.weights, attention.positions)
     classes = token_classes(keys[0], share, _GROUP)
     configs = steps(values.shape[-1])
-    packed = {name: roundtrip(keys, values, config) for name, config in configs.items()}
+    packed = {name: roundtrip(keys, values, config, states.query) for name, config in configs.items()}
     gap = imbalance(keys[0], _GROUP)[1]
     heads = keys.shape[1]
     queries = states.query[0].unflatten(0, (heads, -1))
@@ -144,7 +144,7 @@ def _step(
 ) -> dict[str, Any]:
     """Errors after a step; norms and directions in the space in which that step quantizes."""
     (keys, values), (k, v) = (states.key, states.value), packed
-    space = transform_keys(keys, config, equalizer_of(keys, config))[0][0]
+    space = transform_keys(keys, config, equalizer_of(keys, config, states.query))[0][0]
     ratio, gap = imbalance(space, _GROUP)
     return {
         "key_error": relative_error(keys, k),

@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from oscar_kv.baselines import kivi
 from oscar_kv.codec import decode, encode
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
-from oscar_kv.evaluate import METHODS, PRESETS
+from oscar_kv.evaluate import PRESETS
+from oscar_kv.observe import add_query_power
 from oscar_kv.pack import RecordLayout
 from oscar_kv.scale import channel_equalizer
 
@@ -26,7 +28,7 @@ def steps(value_dim: int) -> dict[str, OscarConfig]:
     Args:
         value_dim: Head dimension of the values, which decides the size of their groups.
     """
-    plain = replace(METHODS["kivi"], value_group=None if value_dim % 32 else 32)
+    plain = replace(kivi(), value_group=None if value_dim % 32 else 32)
     rotation = replace(plain, rotate_keys=True, rotate_values=True)
     both = replace(rotation, token_norm="l2")
     return {
@@ -44,22 +46,29 @@ def _fitting(config: OscarConfig, value_dim: int) -> int | None:
     return group if group is not None and value_dim % group == 0 else None
 
 
-def equalizer_of(keys: Tensor, config: OscarConfig) -> Tensor | None:
+def equalizer_of(keys: Tensor, config: OscarConfig, queries: Tensor | None = None) -> Tensor | None:
     """What the cache divides out of these keys (1, heads, n, key_dim), n whole blocks: (1, heads, key_dim) or None."""
     if config.equalize == 0 or config.key_bits == 16:
         return None
-    return channel_equalizer(keys[:, :, :BLOCK_TOKENS].float(), config.equalize, config.key_group, config.num_sinks)
+    power = torch.zeros(1, keys.shape[1], keys.shape[-1], dtype=torch.float64, device=keys.device)
+    if queries is not None:
+        add_query_power(power, queries, [0], [queries.shape[2]], None, config.num_sinks)
+    first = keys[:, :, :BLOCK_TOKENS].float()
+    return channel_equalizer(first, config.equalize, config.key_group, config.num_sinks, power, config.equalize_queries)
 
 
-def roundtrip(keys: Tensor, values: Tensor, config: OscarConfig) -> tuple[Tensor, Tensor]:
+def roundtrip(
+    keys: Tensor, values: Tensor, config: OscarConfig, queries: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Keys and values as the cache gives them back once they are packed; sinks as they are.
 
     Args:
         keys: float32 (1, heads, n, key_dim), n a multiple of 128.
         values: float32 (1, heads, n, value_dim).
         config: What to quantize and how.
+        queries: (1, query heads, n, key_dim) that equalization looks at; None where there are none.
     """
-    equalizer = equalizer_of(keys, config)
+    equalizer = equalizer_of(keys, config, queries)
     blocks = encode(keys, values, config, equalizer=equalizer, num_sinks=config.num_sinks)
     layout = RecordLayout(config, keys.shape[-1], values.shape[-1], keys.dtype)
     packed = decode(blocks, layout, equalizer=equalizer)
