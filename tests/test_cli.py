@@ -248,3 +248,62 @@ def test_eval_fidelity_refuses_a_file_with_other_columns(folder, tmp_path):
     options = ("--tokens", 300, "--preset", "default", "--csv", table)
     assert "has the columns a, b" in invoke("eval", "fidelity", folder, *options, code=1)
     assert table.read_text(encoding="utf-8") == "a,b\n"
+
+
+def test_eval_generation_writes_rows_and_shows_them(folder, tmp_path):
+    text, table = tmp_path / "text.txt", tmp_path / "rows.csv"
+    text.write_text(prose(), encoding="utf-8")
+    options = ("--text-file", text, "--prompts", 2, "--prompt-tokens", 260, "--new-tokens", 5, "--csv", table)
+    output = invoke("eval", "generation", folder, "--preset", "default", *options)
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["preset"] for row in rows] == 5 * [REFERENCE] + 5 * ["default"]
+    assert {(row["text"], row["prompts"], row["prompt_tokens"]) for row in rows} == {("text.txt", "2", "260")}
+    assert all(row[name] for row in rows for name in ("hardware", "torch", "transformers", "command", "date"))
+    for name in ("length", "unfinished", "repetition", "agreement", "identical"):
+        assert name in output
+
+
+def test_eval_generation_uses_the_chat_template(chat_folder, folder):
+    options = ("--prompts", 2, "--prompt-tokens", 260, "--new-tokens", 2, "--preset", "default", "--request", "Go on.")
+    assert "agreement" in invoke("eval", "generation", chat_folder, *options)
+    assert "no chat template" in invoke("eval", "generation", folder, *options, code=1)
+
+
+def test_bad_options_of_eval_generation(folder, tmp_path):
+    table = tmp_path / "rows.csv"
+    table.write_text("a,b\n", encoding="utf-8")
+    options = ("eval", "generation", folder, "--prompts", 2, "--new-tokens", 2)
+    assert "has the columns a, b" in invoke(*options, "--csv", table, code=1)
+    assert "no preset best" in invoke(*options, "--preset", "best", code=2)
+    assert "different windows" in invoke(*options, "--prompt-tokens", 10**7, code=1)
+
+
+def test_eval_recall_writes_rows_and_shows_the_mean_over_depths(folder, tmp_path):
+    text, table = tmp_path / "text.txt", tmp_path / "rows.csv"
+    text.write_text(prose(), encoding="utf-8")
+    options = ("--text-file", text, "--probes", 2, "--context", 768, "--depth", 0, "--depth", 1, "--csv", table)
+    output = invoke("eval", "recall", folder, "--preset", "kivi", *options)
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["preset"] for row in rows] == 12 * [REFERENCE] + 12 * ["kivi"]
+    assert [row["depth"] for row in rows] == 2 * (4 * ["0"] + 4 * ["1"] + 4 * ["all"])
+    assert {(row["text"], row["probes"], row["context"], row["seed"]) for row in rows} == {
+        ("text.txt", "2", "768", "0")
+    }
+    assert all(row[name] for row in rows for name in ("hardware", "torch", "transformers", "command", "date"))
+    for row in rows:
+        assert (f"{float(row['value']):.4g}" in output) or row["depth"] != "all"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--context", 512), "too short"),
+        (("--context", 768, "--context", 1000), "multiple of 128"),
+        (("--context", 10**7), "windows"),
+    ],
+)
+def test_bad_options_of_eval_recall(folder, options, message):
+    output = invoke("eval", "recall", folder, "--probes", 2, "--preset", "default", *options, code=1)
+    assert message in output

@@ -15,7 +15,7 @@ from models import make_model, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.baselines import RTN, BaselineCache
 from oscar_kv.baselines.capture import capture
-from oscar_kv.evaluate import METHODS, REFERENCE, BlockBootstrap, Study, attention_errors, compare, pool
+from oscar_kv.evaluate import METHODS, REFERENCE, BlockBootstrap, Study, attention_errors, compare, estimate, pool
 from oscar_kv.evaluate.methods import family
 from oscar_kv.evaluate.report import pareto_front, pareto_png, write_report
 
@@ -64,6 +64,27 @@ def test_ratios_are_paired():
 def test_nothing_to_resample(lengths):
     with pytest.raises(ValueError, match="resample"):
         BlockBootstrap(lengths)
+
+
+def test_a_planted_difference_is_found_exactly():
+    """Items differ a lot, the difference does not: its interval has no width, that of the mean is the normal one."""
+    reference = 10 * torch.randn(400, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = estimate(reference + 0.25, reference)
+    assert (found.diff, found.diff_low, found.diff_high) == pytest.approx((0.25, 0.25, 0.25))
+    mean, error = float(reference.mean()) + 0.25, float(reference.std(correction=0)) / 20
+    assert found.value == pytest.approx(mean)
+    assert found.low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
+    assert found.high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
+
+
+def test_intervals_cover_the_planted_difference_as_often_as_they_say():
+    """200 samples of 60 items whose differences have the mean 1; two standard errors of the rate are 3 %."""
+    generator, covered = torch.Generator().manual_seed(4), 0
+    for _ in range(200):
+        reference, noise = torch.randn(2, 60, generator=generator, dtype=torch.float64)
+        found = estimate(5 * reference + 1 + noise, 5 * reference)
+        covered += found.diff_low <= 1 <= found.diff_high
+    assert covered / 200 == pytest.approx(0.95, abs=0.03)
 
 
 def test_pooling_counts_every_token_the_same(model):

@@ -89,3 +89,23 @@ def bytes_at(cache: Cache, tokens: int) -> dict[str, int]:
     else:
         sizes["tokens"] = sizes["tokens"] * tokens // cache.get_seq_length()
     return {**sizes, "total": sum(size for name, size in sizes.items() if name != "total")}
+
+
+def packed_span(cache: Cache) -> tuple[int, int]:
+    """The columns [first, stop) that every packing layer and row holds packed, for rows without padding.
+
+    Raises:
+        ValueError: The cache packs nothing.
+    """
+    spans: list[tuple[int, int]] = []
+    if isinstance(cache, OscarCache):
+        states = [layer.state for layer in cache.packed_layers if layer.state is not None]
+        spans = [(s.config.num_sinks, BLOCK_TOKENS * min(s.num_blocks)) for s in states]
+    elif isinstance(cache, BaselineCache):
+        sinks = [(s.sinks[0].shape[2], s.num_packed) for s in cache.stores]
+        spans = [(first, first + count) for first, count in sinks]
+    elif isinstance(cache, MeasuredQuantizedCache):
+        spans = [(0, cache.packed_length())]
+    if not spans:
+        raise ValueError(f"a {type(cache).__name__} of this model has no packed layer")
+    return max(first for first, _ in spans), min(stop for _, stop in spans)

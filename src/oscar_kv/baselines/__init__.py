@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
 from oscar_kv.baselines.base import Method
@@ -54,11 +55,20 @@ METHODS: Mapping[str, AnyMethod] = {
 }
 
 
-def make_cache(method: AnyMethod, config: PreTrainedConfig) -> Cache:
-    """An empty cache for a model of this configuration (``model.config``), of ours or of a rival."""
+def make_cache(method: AnyMethod, config: PreTrainedConfig, *, attention_mask: Tensor | None = None) -> Cache:
+    """An empty cache for a model of this configuration (``model.config``), of ours or of a rival.
+
+    Args:
+        method: What to pack and how.
+        config: The model's configuration.
+        attention_mask: (batch, columns) padding mask of the prompts; a batch needs it. A rival takes no padding, and
+            a :class:`Peer` does not look at it.
+    """
     if isinstance(method, OscarConfig):
-        return OscarCache(config, method)
-    return method.make_cache(config) if isinstance(method, Peer) else BaselineCache(config, method)
+        return OscarCache(config, method, attention_mask=attention_mask)
+    if isinstance(method, Peer):
+        return method.make_cache(config)
+    return BaselineCache(config, method, attention_mask=attention_mask)
 
 
 __all__ = [

@@ -81,11 +81,17 @@ class MeasuredQuantizedCache(QuantizedCache):
 
     def packed_bits(self) -> float:
         """Bits per packed number: codes, scales and zeros; NaN while nothing is packed."""
-        memory, elements = self.memory_bytes(), 0
-        for layer in self._used():
-            tail = layer.keys.shape[-2] if layer.keys.dim() == 4 else 0
-            elements += (layer.get_seq_length() - tail) * self._numbers(layer)
+        memory = self.memory_bytes()
+        elements = sum(self.packed_length() * self._numbers(layer) for layer in self._used())
         return 8 * (memory["codes"] + memory["scales_zeros"]) / elements if elements else float("nan")
+
+    def packed_length(self) -> int:
+        """Tokens of each row that are packed; all layers pack at once."""
+        layers = self._used()
+        if not layers:
+            return 0
+        tail = layers[0].keys.shape[-2] if layers[0].keys.dim() == 4 else 0
+        return int(layers[0].get_seq_length() - tail)
 
     def _used(self) -> list[Any]:
         return [layer for layer in self.layers if getattr(layer, "is_initialized", False)]

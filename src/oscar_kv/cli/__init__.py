@@ -6,15 +6,16 @@ import typer
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
-from oscar_kv.cli import bench, demo, diagnose, env, evaluate, generate, tasks
+from oscar_kv.cli import bench, demo, diagnose, env, evaluate, generate, probes, tasks
 
 app = typer.Typer(
     help="INT2 KV caches for transformers (OScaR, arXiv 2605.19660).", no_args_is_help=True, add_completion=False
 )
 app.command()(demo.demo)
 app.command()(generate.generate)
-evaluate.app.command()(tasks.tasks)
 app.command()(diagnose.diagnose)
+for command in (probes.generation, probes.recall, tasks.tasks):
+    evaluate.app.command()(command)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(bench.app, name="bench")
 app.command()(env.env)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 import oscar_kv
 from oscar_kv import results
-from oscar_kv.cli.shared import TextOption, errors_in_one_line, progress_bar, text_of
+from oscar_kv.cli.shared import TextOption, errors_in_one_line, known_methods, progress_bar, text_of
 from oscar_kv.evaluate import DEFAULT_METHODS, METHODS, Study
 from oscar_kv.evaluate.report import write_report
 from oscar_kv.loading import CALIBRATION_TOKENS, DEMO_MODEL, DEMO_TITLE, calibration_text, first_tokens, load, prose
@@ -45,9 +45,8 @@ def fidelity(
     force: Annotated[bool, typer.Option("--force", help="Do again what the file has.")] = False,
 ) -> None:
     """KL divergence, perplexity and top-1 agreement against the 16-bit cache, by teacher forcing along texts."""
-    chosen = list(DEFAULT_METHODS) if preset is None else list(dict.fromkeys(preset))
-    if unknown := [name for name in (*chosen, against) if name is not None and name not in METHODS]:
-        raise typer.BadParameter(f"no preset {', '.join(unknown)}: choose from {', '.join(METHODS)}")
+    chosen = known_methods(preset or DEFAULT_METHODS)
+    known_methods([against] if against else [])
     with errors_in_one_line():
         console = Console()
         sources = {path.name: text_of(path) for path in text_file or ()} or {"Python's language reference": prose()}
@@ -100,15 +99,14 @@ def attention(
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this file.")] = None,
 ) -> None:
     """Relative error of each layer's attention output, for the queries, keys and values of the 16-bit run."""
-    if unknown := [name for name in preset if name not in METHODS]:
-        raise typer.BadParameter(f"no preset {', '.join(unknown)}: choose from {', '.join(METHODS)}")
+    chosen = known_methods(preset)
     with errors_in_one_line():
         lm, tokenizer = load(model, dtype)
         name = "Python's language reference" if text_file is None else text_file.name
         texts = {name: first_tokens(tokenizer, text_of(text_file), tokens).to(lm.device)}
         calibration = first_tokens(tokenizer, calibration_text(), CALIBRATION_TOKENS).to(lm.device)
         study = Study(lm, model, texts, calibration)
-        errors = {name: study.attention_errors(name) for name in preset}
+        errors = {name: study.attention_errors(name) for name in chosen}
         table = Table(title=f"{model}, {lm.dtype}, {tokens} tokens of {name}", title_justify="left")
         for column in ("layer", *errors):
             table.add_column(column, justify="right")

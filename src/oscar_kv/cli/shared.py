@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
+from oscar_kv.evaluate import METHODS
 from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, prose
 
 
@@ -41,6 +42,17 @@ def errors_in_one_line() -> Iterator[None]:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         typer.echo(f"oscar-kv: {message}", err=True)
         raise typer.Exit(1) from None
+
+
+def known_methods(names: Sequence[str]) -> list[str]:
+    """Names in METHODS, each once.
+
+    Raises:
+        typer.BadParameter: One is not there.
+    """
+    if unknown := [name for name in names if name not in METHODS]:
+        raise typer.BadParameter(f"no preset {', '.join(unknown)}: choose from {', '.join(METHODS)}")
+    return list(dict.fromkeys(names))
 
 
 def progress_bar(console: Console) -> Progress:

@@ -1,9 +1,11 @@
-"""Fidelity: how far a packed cache moves a model's predictions and attentions away from those with 16 bits."""
+"""What a packed cache changes: predictions and attentions, long generations, and what is recalled of a text."""
 
 from oscar_kv.evaluate.attention import attention_errors
-from oscar_kv.evaluate.bootstrap import BlockBootstrap
+from oscar_kv.evaluate.bootstrap import BlockBootstrap, Estimate, estimate
 from oscar_kv.evaluate.compare import REFERENCE, Fidelity, compare, pool
+from oscar_kv.evaluate.generation import GenerationStudy
 from oscar_kv.evaluate.methods import DEFAULT_METHODS, METHODS, PRESETS
+from oscar_kv.evaluate.recall import RecallStudy
 from oscar_kv.evaluate.study import Study
 
 __all__ = [
@@ -12,9 +14,13 @@ __all__ = [
     "PRESETS",
     "REFERENCE",
     "BlockBootstrap",
+    "Estimate",
     "Fidelity",
+    "GenerationStudy",
+    "RecallStudy",
     "Study",
     "attention_errors",
     "compare",
+    "estimate",
     "pool",
 ]

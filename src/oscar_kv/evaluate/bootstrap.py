@@ -1,8 +1,9 @@
-"""Confidence intervals of a mean KL: a paired block bootstrap over the tokens of the texts."""
+"""Confidence intervals of means: a paired block bootstrap over the tokens of texts, or over items."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,6 +51,27 @@ class BlockBootstrap:
     def ratio_interval(self, x: Tensor, y: Tensor) -> tuple[float, float]:
         """95 % interval of mean x / mean y, of the same tokens."""
         return _percentiles(self.means(x) / self.means(y))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over items, and its difference from the 16-bit cache's on the same items, with 95 % intervals."""
+
+    value: float
+    low: float
+    high: float
+    diff: float
+    diff_low: float
+    diff_high: float
+
+
+def estimate(values: Tensor, reference: Tensor) -> Estimate:
+    """Mean of one number per item, (n,), and of its difference from the reference (n,), by resampling items."""
+    bootstrap = BlockBootstrap([len(values)], block=1)
+    values, difference = values.double(), values.double() - reference.double()
+    return Estimate(
+        float(values.mean()), *bootstrap.interval(values), float(difference.mean()), *bootstrap.interval(difference)
+    )
 
 
 def _percentiles(x: Tensor) -> tuple[float, float]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oscar_kv.baselines import AnyMethod, Method, make_cache
+from oscar_kv.baselines import make_cache
 from oscar_kv.evaluate.attention import attention_errors
 from oscar_kv.evaluate.bootstrap import BlockBootstrap
 from oscar_kv.evaluate.compare import REFERENCE, Fidelity, compare, pool
-from oscar_kv.evaluate.methods import METHODS, family
+from oscar_kv.evaluate.methods import calibrated, family
 
 KEY = ("model", "dtype", "preset", "context", "texts")  # what makes a row the same measurement, at any commit
 _AT_A_TIME = 4  # methods that are side by side in memory; rows are complete after so many
@@ -83,16 +83,12 @@ class Study:
 
     def attention_errors(self, preset: str) -> dict[int, float]:
         """The error of each layer's attention output, see :func:`~oscar_kv.evaluate.attention_errors`, on one text."""
-        method, ids = self._method(preset), next(iter(self.texts.values()))
+        method, ids = calibrated(preset, self.model, self.calibration), next(iter(self.texts.values()))
         return attention_errors(self.model, ids, partial(make_cache, method, self.model.config))
-
-    def _method(self, preset: str) -> AnyMethod:
-        method = METHODS[preset]
-        return method.calibrated(self.model, self.calibration) if isinstance(method, Method) else method
 
     def _measure(self, names: Sequence[str], progress: Callable[[int], None] | None) -> dict[str, Fidelity]:
         """Each method, and the 16-bit cache, over all texts."""
-        methods = {name: self._method(name) for name in names}
+        methods = {name: calibrated(name, self.model, self.calibration) for name in names}
         results = []
         for ids in self.texts.values():
             # no max_length: it would reserve a tail for our cache, and not for the others

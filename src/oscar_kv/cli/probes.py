@@ -1,0 +1,150 @@
+"""``oscar-kv eval generation`` and ``oscar-kv eval recall``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import oscar_kv
+from oscar_kv import results
+from oscar_kv.cli.shared import TextOption, errors_in_one_line, known_methods, progress_bar, text_of
+from oscar_kv.evaluate import METHODS, REFERENCE, GenerationStudy, RecallStudy
+from oscar_kv.evaluate.paired import PairedStudy
+from oscar_kv.evaluate.recall import ALL_DEPTHS
+from oscar_kv.evaluate.windows import windows
+from oscar_kv.loading import CALIBRATION_TOKENS, DEMO_MODEL, DEMO_TITLE, calibration_text, first_tokens, load
+
+_DEFAULT = ("default", "quality")
+
+ModelArgument = Annotated[str, typer.Argument(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')]
+MethodsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--preset", "--method", help=f"{', '.join(METHODS)}; may be repeated (default: {', '.join(_DEFAULT)})."
+    ),
+]
+BatchOption = Annotated[int, typer.Option(min=1, help="Texts that are run together.")]
+DtypeOption = Annotated[str, typer.Option(help="The model's dtype: auto (its own), bfloat16, float16 or float32.")]
+CsvOption = Annotated[Path | None, typer.Option(help="Append the rows to this file.")]
+
+
+def generation(
+    model: ModelArgument,
+    preset: MethodsOption = None,
+    text_file: TextOption = None,
+    prompts: Annotated[int, typer.Option(min=2, help="Windows of the text that are prompts.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=256, help="Length of each prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Where a generation is cut off.")] = 1024,
+    request: Annotated[
+        str | None,
+        typer.Option(help="Make each window a user's turn in the model's chat template, after this request."),
+    ] = None,
+    batch_size: BatchOption = 8,
+    dtype: DtypeOption = "auto",
+    csv: CsvOption = None,
+) -> None:
+    """Generate greedily from windows of a text: length, repetition, agreement with the 16-bit cache's tokens."""
+    chosen = known_methods(preset or _DEFAULT)
+    with errors_in_one_line():
+        lm, tokenizer = load(model, dtype)
+        study = GenerationStudy(
+            **_common(lm, tokenizer, model, text_file, batch_size),
+            prompts=windows(tokenizer, text_of(text_file), prompts, prompt_tokens, request).to(lm.device),
+            new_tokens=new_tokens,
+        )
+        rows = _run(study, chosen, prompts * new_tokens, csv)
+        title = f"{model}, {lm.dtype}, {prompts} prompts of {prompt_tokens} tokens, at most {new_tokens} new ones"
+        Console().print(_table(rows, study.labels, title))
+
+
+def recall(
+    model: ModelArgument,
+    preset: MethodsOption = None,
+    text_file: TextOption = None,
+    probes: Annotated[int, typer.Option(min=2, help="Texts with facts, for each context and depth.")] = 16,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens before the questions, whole chunks of 128; may be repeated (default: 2048)."),
+    ] = None,
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=1, help="Where the facts are, 0 early, 1 late; may be repeated (default: 0, 0.5, 1)."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the facts.")] = 0,
+    batch_size: BatchOption = 8,
+    dtype: DtypeOption = "auto",
+    csv: CsvOption = None,
+) -> None:
+    """Ask for codes and a sentence that a text has, when they are packed: exact matches and log-likelihoods.
+
+    The table has the mean over the depths, the file of --csv each of them as well.
+    """
+    chosen = known_methods(preset or _DEFAULT)
+    with errors_in_one_line():
+        lm, tokenizer = load(model, dtype)
+        text, lengths, depths = text_of(text_file), sorted({*(context or (2048,))}), sorted({*(depth or (0, 0.5, 1))})
+        study = RecallStudy(
+            **_common(lm, tokenizer, model, text_file, batch_size),
+            tokenizer=tokenizer,
+            fillers=[windows(tokenizer, text, probes, length) for length in lengths],
+            depths=depths,
+            seed=seed,
+        )
+        rows = _run(study, chosen, probes * len(depths) * sum(lengths), csv)
+        title = f"{model}, {lm.dtype}, {probes} texts at {len(depths)} depths"
+        shown = [row for row in rows if row["depth"] == ALL_DEPTHS]
+        Console().print(_table(shown, ("context", "kind", "metric"), title))
+
+
+def _common(lm: Any, tokenizer: Any, model: str, text_file: Path | None, batch_size: int) -> dict[str, Any]:
+    """Arguments of any study."""
+    return {
+        "model": lm,
+        "name": model,
+        "text": "Python's language reference" if text_file is None else text_file.name,
+        "calibration": first_tokens(tokenizer, calibration_text(), CALIBRATION_TOKENS).to(lm.device),
+        "batch_size": batch_size,
+    }
+
+
+def _run(study: PairedStudy[Any], presets: Sequence[str], tokens: int, csv: Path | None) -> list[dict[str, str]]:
+    """The rows of a study, in which each cache takes so many tokens; they are in the file as soon as they are there."""
+    made, rows = results.provenance(), []
+    if csv is not None:  # before hours are spent
+        results.check_columns(csv, [*study.columns, *made])
+    with oscar_kv.enable(study.model), progress_bar(Console()) as progress:
+        task = progress.add_task("tokens", total=tokens * (1 + len(presets)))
+        for found in study.run(presets, lambda count: progress.advance(task, count)):
+            rows += found
+            if csv is not None:
+                results.append_rows(csv, [{**row, **made} for row in found])
+    return rows
+
+
+def _table(rows: list[dict[str, str]], labels: Sequence[str], title: str) -> Table:
+    """The methods one below the other, for each combination of labels."""
+    table = Table(title=title, title_justify="left")
+    for column in (*labels, "method"):
+        table.add_column(column, no_wrap=True)
+    for column in ("mean", "95 %", f"minus {REFERENCE}", "95 %"):
+        table.add_column(column, justify="right")
+
+    def key(row: dict[str, str]) -> list[str]:
+        return [row[label] for label in labels]
+
+    order = list(dict.fromkeys(tuple(key(row)) for row in rows))
+    for values, group in groupby(sorted(rows, key=lambda row: order.index(tuple(key(row)))), key=key):
+        for row in group:
+            x = {name: float(row[name]) for name in ("value", "low", "high", "diff", "diff_low", "diff_high")}
+            differs = (f"{x['diff']:+.4g}", f"{x['diff_low']:+.4g} to {x['diff_high']:+.4g}")
+            plain = row["preset"] == REFERENCE
+            interval = f"{x['low']:.4g} to {x['high']:.4g}"
+            table.add_row(*values, row["preset"], f"{x['value']:.4g}", interval, *(("", "") if plain else differs))
+        table.add_section()
+    return table
