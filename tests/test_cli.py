@@ -293,7 +293,7 @@ def test_eval_recall_writes_rows_and_shows_the_mean_over_depths(folder, tmp_path
     }
     assert all(row[name] for row in rows for name in ("hardware", "torch", "transformers", "command", "date"))
     for row in rows:
-        assert (f"{float(row['value']):.4g}" in output) or row["depth"] != "all"
+        assert (f"{float(row['value']):.3g}" in output) or row["depth"] != "all"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -130,21 +129,18 @@ def _run(study: PairedStudy[Any], presets: Sequence[str], tokens: int, csv: Path
 def _table(rows: list[dict[str, str]], labels: Sequence[str], title: str) -> Table:
     """The methods one below the other, for each combination of labels."""
     table = Table(title=title, title_justify="left")
-    for column in (*labels, "method"):
-        table.add_column(column, no_wrap=True)
+    table.add_column(", ".join(labels), overflow="fold")
+    table.add_column("method", no_wrap=True)
     for column in ("mean", "95 %", f"minus {REFERENCE}", "95 %"):
-        table.add_column(column, justify="right")
-
-    def key(row: dict[str, str]) -> list[str]:
-        return [row[label] for label in labels]
-
-    order = list(dict.fromkeys(tuple(key(row)) for row in rows))
-    for values, group in groupby(sorted(rows, key=lambda row: order.index(tuple(key(row)))), key=key):
+        table.add_column(column, justify="right", overflow="fold")
+    groups: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        groups.setdefault(" ".join(row[label] for label in labels), []).append(row)
+    for name, group in groups.items():
         for row in group:
-            x = {name: float(row[name]) for name in ("value", "low", "high", "diff", "diff_low", "diff_high")}
-            differs = (f"{x['diff']:+.4g}", f"{x['diff_low']:+.4g} to {x['diff_high']:+.4g}")
-            plain = row["preset"] == REFERENCE
-            interval = f"{x['low']:.4g} to {x['high']:.4g}"
-            table.add_row(*values, row["preset"], f"{x['value']:.4g}", interval, *(("", "") if plain else differs))
+            value, low, high = (f"{float(row[column]):.3g}" for column in ("value", "low", "high"))
+            differs = [f"{float(row[column]):+.3g}" for column in ("diff", "diff_low", "diff_high")]
+            cells = ["", ""] if row["preset"] == REFERENCE else [differs[0], f"{differs[1]} to {differs[2]}"]
+            table.add_row(name if row is group[0] else "", row["preset"], value, f"{low} to {high}", *cells)
         table.add_section()
     return table
