@@ -129,7 +129,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def exact_first_layer(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a Llama's first keys and values free of rounding, so that they are the same bits in any batch and chunk.
+    """Make a Llama's first queries, keys and values free of rounding: the same bits in any batch and chunk.
 
     The embedding is +-1, its RMS norm is exactly 1, and the projections are multiples of 2 ** -10 below 4: all partial
     sums of the matrix product are exact in float32, in whatever order they are taken.
@@ -139,7 +139,7 @@ def exact_first_layer(model: PreTrainedModel) -> PreTrainedModel:
         embedding = model.model.embed_tokens.weight
         embedding.copy_(torch.where(embedding < 0, -1.0, 1.0))
         layer.input_layernorm.variance_epsilon = 0.0
-        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             projection.weight.copy_((projection.weight * 2**10).round() / 2**10)
     return model
 
