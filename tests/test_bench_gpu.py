@@ -78,7 +78,7 @@ def test_a_small_run_is_complete(tmp_path: Path) -> None:
         append(path, found)
     (run,) = read_runs(path)
     packed = {(m.op, m.preset): m for m in run if m.impl == "oscar"}
-    assert set(packed) == {(op, preset) for op in ("decode", "encode") for preset in kernels.PRESETS}
+    assert set(packed) == {(op, preset) for op in kernels.IMPLS for preset in kernels.PRESETS}
     assert {m.impl for m in run} >= {"sdpa-flash", "copy", "copy-packed"}
     assert {m.form for m in run if m.impl.startswith("sdpa")} <= {"gqa", "folded"}
     for m in run:
