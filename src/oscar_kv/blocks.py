@@ -46,19 +46,22 @@ class BlockStore:
         def zeros(*shape: int, dtype: torch.dtype = keys.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=keys.device)
 
-        quantized = config.key_bits != 16
-        norm_heads = 1 if config.scale_scope == "all" else heads
         self.records = zeros(batch, capacity, heads, self.layout.record_bytes, dtype=torch.uint8)
         self.norms: Tensor | None = None
-        if config.token_norm is not None and quantized:
+        if norm_heads := self.layout.norm_heads(heads):
             self.norms = zeros(batch, capacity, norm_heads, BLOCK_TOKENS, dtype=torch.bfloat16)
         self.equalizer: Tensor | None = None
-        if config.equalize > 0 and quantized:
+        if config.equalize > 0 and config.key_bits != 16:
             self.equalizer = zeros(batch, heads, keys.shape[-1], dtype=torch.float32)
         self.query_power: Tensor | None = None  # of the tokens of first blocks
         if self.equalizer is not None and config.equalize_queries > 0:
             self.query_power = zeros(batch, heads, keys.shape[-1], dtype=torch.float64)
         self.sink_keys, self.sink_values = (zeros(batch, heads, config.num_sinks, x.shape[-1]) for x in (keys, values))
+
+    @property
+    def sinks(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values (batch, heads, num_sinks, head_dim) of each row's first tokens; None without sinks."""
+        return (self.sink_keys, self.sink_values) if self.config.num_sinks else None
 
     @property
     def batch(self) -> int:
@@ -112,8 +115,7 @@ class BlockStore:
         from oscar_kv.kernels import encode as gpu
 
         plan = torch.tensor(([0] * self.batch, packed, self.num_blocks), dtype=torch.int32).to(self.device)
-        sinks = (self.sink_keys, self.sink_values) if self.config.num_sinks else None
-        gpu.start_rows(keys, values, self.layout, plan, sinks, self.equalizer, self.query_power)
+        gpu.start_rows(keys, values, self.layout, plan, self.sinks, self.equalizer, self.query_power)
         gpu.encode_blocks(
             keys, values, self.layout, self.equalizer, self.config.num_sinks, plan,
             self.records, self.norms,

@@ -148,7 +148,7 @@ class LayerState(BlockStore):
         most = max(self.num_blocks)
         here = most > 0 or self.counters is not None  # a kernel may run again, in a graph, when there are some
         blocks = PackedBlocks(self.records, self.norms) if here else None
-        sinks = (self.sink_keys, self.sink_values) if here and self.config.num_sinks else None
+        sinks = self.sinks if here else None
         if recent.on_device and self.counters is not None:
             num_blocks, lengths, fresh = self.counters.num_blocks, self.counters.lengths, recent.columns
         else:
@@ -200,8 +200,7 @@ class LayerState(BlockStore):
         """Pack on the device what is complete there, beside what follows if a stream is given for it."""
         if self.flush_stream is not None:
             self.flush_stream.wait_stream(torch.cuda.current_stream(self.device))
-        sinks = (self.sink_keys, self.sink_values) if self.config.num_sinks else None
-        tail, store = (self.tail_keys, self.tail_values), (self.records, self.norms, self.equalizer, sinks)
+        tail, store = (self.tail_keys, self.tail_values), (self.records, self.norms, self.equalizer, self.sinks)
         assert self.counters is not None
         with torch.cuda.stream(self.flush_stream):
             device_tail.flush(tail, self.counters, self.layout, *store, self.query_power, hold)

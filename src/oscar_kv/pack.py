@@ -103,6 +103,12 @@ class RecordLayout:
     def record_bytes(self) -> int:
         return sum(self.sizes.values())
 
+    def norm_heads(self, heads: int) -> int:
+        """Norms that are kept of a token, of so many KV heads: 0 where keys are not scaled by token, 1, or one each."""
+        if self.config.token_norm is None or self.config.key_bits == 16:
+            return 0
+        return 1 if self.config.scale_scope == "all" else heads
+
     def join(self, sections: dict[str, Tensor]) -> Tensor:
         """Concatenate uint8 sections (..., bytes) to records (..., record_bytes)."""
         return torch.cat([sections[name] for name in SECTIONS], dim=-1)

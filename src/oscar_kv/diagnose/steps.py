@@ -80,6 +80,5 @@ def roundtrip(
 def packed_bits(config: OscarConfig, heads: int, key_dim: int, value_dim: int) -> float:
     """Bits per packed number, metadata and norms included, tail and sinks not."""
     layout = RecordLayout(config, key_dim, value_dim, torch.bfloat16)
-    norms = 0 if config.token_norm is None or config.key_bits == 16 else 16 * BLOCK_TOKENS
-    shared = heads if config.scale_scope == "all" else 1
-    return (8 * layout.record_bytes + norms / shared) / (BLOCK_TOKENS * (key_dim + value_dim))
+    norms = 16 * BLOCK_TOKENS * layout.norm_heads(heads) / heads
+    return (8 * layout.record_bytes + norms) / (BLOCK_TOKENS * (key_dim + value_dim))

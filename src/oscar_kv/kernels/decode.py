@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oscar_kv.kernels.compile import architecture, kernel, launch, most_cluster
-from oscar_kv.kernels.encode import METADATA, layout_key, layout_of
+from oscar_kv.kernels.encode import layout_key, layout_of, record_defines
 from oscar_kv.pack import RecordLayout
 
 MAX_COLUMNS = 64  # queries times heads of a group; every 16 of them read the cache once more
@@ -157,15 +157,8 @@ def defines(layout: RecordLayout, *, tiles: int, used: int, softcap: bool, equal
     """Preprocessor definitions of csrc/decode.cu and csrc/decode_short.cu, but for those of the launch."""
     config = layout.config
     return {
-        "KD": layout.key_dim,
-        "VD": layout.value_dim,
-        "KBITS": config.key_bits,
-        "VBITS": config.value_bits,
-        "KGROUP": config.key_group,
-        "VGROUP": layout.value_group,
-        "META": METADATA.index(config.metadata),
+        **record_defines(layout),
         "BF16": int(layout.dtype == torch.bfloat16),
-        "NORM": 0 if config.token_norm is None else 1 if config.scale_scope == "all" else 2,
         "EQUAL": int(equalized),
         "ROTK": int(config.rotate_keys),
         "ROTV": int(config.rotate_values),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.kernels.compile import kernel, launch
-from oscar_kv.kernels.encode import DTYPES, METADATA, layout_key, layout_of
+from oscar_kv.kernels.encode import DTYPES, check_norms, layout_key, layout_of, record_defines
 from oscar_kv.pack import RecordLayout
 
 
@@ -33,20 +33,12 @@ def defines(layout: RecordLayout) -> dict[str, int | str]:
     Raises:
         NotImplementedError: The model's numbers have 32 bits.
     """
-    config, offsets = layout.config, layout.offsets
+    offsets = layout.offsets
     if layout.dtype.itemsize != 2:
         raise NotImplementedError(f"blocks are dequantized to 16 bits, not to {layout.dtype}")
-    scaled = config.token_norm is not None and config.key_bits != 16
     return {
-        "KD": layout.key_dim,
-        "VD": layout.value_dim,
-        "KBITS": config.key_bits,
-        "VBITS": config.value_bits,
-        "KGROUP": config.key_group,
-        "VGROUP": layout.value_group,
+        **record_defines(layout),
         "DTYPE": DTYPES.index(layout.dtype),
-        "META": METADATA.index(config.metadata),
-        "NORM": 0 if not scaled else 1 if config.scale_scope == "all" else 2,
         "THREADS": 128 if max(layout.key_dim, layout.value_dim) <= 64 else 256,
         "RECORD": layout.record_bytes,
         **{name.upper(): offsets[name] for name in offsets if name != "key_codes"},
@@ -65,8 +57,7 @@ def dequantize_blocks(records: Tensor, norms: Tensor | None, layout: RecordLayou
         (rows, heads, 128 * blocks, key_dim) and (rows, heads, 128 * blocks, value_dim) in the model's dtype: what the
         reference gives, rounded.
     """
-    if (norms is None) != (layout.config.token_norm is None or layout.config.key_bits == 16):
-        raise ValueError("norms are needed where keys are scaled by token, and only there")
+    check_norms(layout, norms)
     return _dequantize_blocks(records, norms, layout_key(layout))
 
 

@@ -58,6 +58,21 @@ def layout_of(key: str) -> RecordLayout:
     return RecordLayout(OscarConfig(**config), key_dim, value_dim, getattr(torch, dtype))
 
 
+def record_defines(layout: RecordLayout) -> dict[str, int | str]:
+    """Preprocessor definitions that say what a record holds, for the kernels that read it."""
+    config = layout.config
+    return {
+        "KD": layout.key_dim,
+        "VD": layout.value_dim,
+        "KBITS": config.key_bits,
+        "VBITS": config.value_bits,
+        "KGROUP": config.key_group,
+        "VGROUP": layout.value_group,
+        "META": METADATA.index(config.metadata),
+        "NORM": layout.norm_heads(2),  # 0 none, 1 shared by the heads, 2 one per head
+    }
+
+
 def shared_limit(arch: str) -> int:
     """Bytes of shared memory that a CTA can have."""
     return _SHARED_KIB.get(arch, _SMALLEST_SHARED_KIB) * 1024
@@ -163,7 +178,7 @@ def encode_blocks(
 
 def check_norms(layout: RecordLayout, norms: Tensor | None) -> None:
     """Raise ValueError where norms are missing or unused."""
-    if (norms is None) != (layout.config.token_norm is None or layout.config.key_bits == 16):
+    if (norms is None) != (layout.norm_heads(1) == 0):
         raise ValueError("norms are needed where keys are scaled by token, and only there")
 
 
@@ -273,8 +288,7 @@ def encode(
     blocks, device = tokens // BLOCK_TOKENS, keys.device
     records = torch.empty(batch, blocks, heads, layout.record_bytes, dtype=torch.uint8, device=device)
     norms = None
-    if config.token_norm is not None and config.key_bits != 16:
-        norm_heads = 1 if config.scale_scope == "all" else heads
+    if norm_heads := layout.norm_heads(heads):
         norms = torch.empty(batch, blocks, norm_heads, BLOCK_TOKENS, dtype=torch.bfloat16, device=device)
     plan = torch.tensor([[0], [blocks], [0]], dtype=torch.int32, device=device).repeat(1, batch)
     encode_blocks(keys, values, layout, equalizer, num_sinks, plan, records, norms)
