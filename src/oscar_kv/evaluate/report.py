@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from oscar_kv.evaluate.ablations import ABLATIONS
 from oscar_kv.evaluate.compare import REFERENCE
 from oscar_kv.evaluate.methods import OURS
 from oscar_kv.extras import import_extra
@@ -17,6 +18,7 @@ from oscar_kv.extras import import_extra
 _SETTING = ("model", "dtype", "context", "texts")
 _PROVENANCE = ("hardware", "oscar_kv", "torch", "transformers", "commit", "command", "date")
 _AXES = {"packed_bits": "bits per packed number", "bits": "bits per cached number, tail and sinks included"}
+_OURS = {*OURS, *ABLATIONS}
 _NOISE = "unquantized"  # drawn as a line
 _SMALLEST = 1e-5  # nats; what is drawn of a KL of 0
 _WIDTH, _LINE = 0.8, 1.12  # of a label: in bits, and as a factor of KL
@@ -85,7 +87,7 @@ def write_report(table: Path, page: Path) -> None:
         )
     environment = import_extra("jinja2", "plot").Environment(autoescape=True)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(environment.from_string(_PAGE).render(studies=studies, ours=set(OURS)), encoding="utf-8")
+    page.write_text(environment.from_string(_PAGE).render(studies=studies, ours=_OURS), encoding="utf-8")
 
 
 def pareto_png(rows: Sequence[Mapping[str, str]]) -> bytes:
@@ -126,7 +128,7 @@ def _draw(axes: Any, points: Sequence[tuple[str, float, float, float, float]]) -
     )
     labels: list[tuple[float, float]] = []
     for preset, x, kl, low, high in sorted(points, key=lambda point: -point[2]):
-        color = "#08519c" if preset in OURS else "#6e6e6e"
+        color = "#08519c" if preset in _OURS else "#6e6e6e"
         axes.errorbar(x, kl, yerr=[[max(0.0, kl - low)], [max(0.0, high - kl)]], fmt="o", color=color, markersize=4)
         y = min([kl, *(other / _LINE for at, other in labels if abs(at - x) < _WIDTH)])  # below the other labels
         labels.append((x, y))
