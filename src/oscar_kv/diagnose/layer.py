@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from oscar_kv.codec import transform_keys
-from oscar_kv.config import BLOCK_TOKENS, OscarConfig
+from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.diagnose.capture import LayerStates
-from oscar_kv.diagnose.errors import Attention, class_errors, group_errors, relative_error
+from oscar_kv.diagnose.effects import bound_numbers, step_numbers
+from oscar_kv.diagnose.errors import Attention, group_errors, relative_error
 from oscar_kv.diagnose.interventions import interventions
-from oscar_kv.diagnose.statistics import head_statistics, imbalance, in_groups, quantiles, spread
-from oscar_kv.diagnose.steps import BOTH, NONE, equalizer_of, roundtrip, steps
-from oscar_kv.diagnose.theory import check_bounds, group_bounds
+from oscar_kv.diagnose.statistics import head_statistics, imbalance, in_groups, spread
+from oscar_kv.diagnose.steps import BOTH, NONE, roundtrip, steps
+from oscar_kv.diagnose.theory import group_bounds
 from oscar_kv.diagnose.tokens import attention_share, modality_gaps, token_classes
 
 _GROUP = 32  # tokens per group of the statistics
@@ -70,18 +71,25 @@ def diagnose_layer(states: LayerStates, modality: Mapping[str, Tensor]) -> Layer
     queries = states.query[0].unflatten(0, (heads, -1))
     numbers = {
         "layer": states.index,
-        "kv_heads": keys.shape[1],
+        "kv_heads": heads,
         "key_dim": keys.shape[-1],
         "value_dim": values.shape[-1],
         "heads": [head_statistics(queries[h], keys[0, h], values[0, h], _GROUP) for h in range(heads)],
         "tokens": _tokens(keys[0], share, classes),
         "modalities": modality_gaps(keys[0], values[0], modality),
-        "steps": {name: _step(states, attention, packed[name], configs[name], classes, modality) for name in configs},
+        "steps": {
+            name: step_numbers(states, attention, packed[name], config, classes, modality, _GROUP)
+            for name, config in configs.items()
+        },
         "interventions": {
-            name: {"key_error": relative_error(keys, k), "extra_bits": bits, **attention.compare(k[0], values[0])}
+            name: {
+                "key_error": relative_error(keys, k),
+                "extra_bits": bits,
+                **attention.compare(k[0], values[0]).numbers(),
+            }
             for name, (k, bits) in interventions(keys, classes["sink"] | classes["low_norm"]).items()
         },
-        "theory": {name: _theory(keys, packed[name][0], configs[name]) for name in (NONE, BOTH)},
+        "theory": {name: bound_numbers(keys, packed[name][0], configs[name]) for name in (NONE, BOTH)},
     }
     mean_square = in_groups(keys[0], _GROUP).square().sum(-1).mean(-1).double().clamp(min=1e-300)
     groups = {
@@ -132,37 +140,3 @@ def _tokens(keys: Tensor, share: Tensor, classes: Mapping[str, Tensor]) -> dict[
         "high_norm": places("high_norm"),
         "count": {name: int(own.sum()) for name, own in classes.items()},
     }
-
-
-def _step(
-    states: LayerStates,
-    attention: Attention,
-    packed: tuple[Tensor, Tensor],
-    config: OscarConfig,
-    classes: Mapping[str, Tensor],
-    modality: Mapping[str, Tensor],
-) -> dict[str, Any]:
-    """Errors after a step; norms and directions in the space in which that step quantizes."""
-    (keys, values), (k, v) = (states.key, states.value), packed
-    space = transform_keys(keys, config, equalizer_of(keys, config, states.query))[0][0]
-    ratio, gap = imbalance(space, _GROUP)
-    return {
-        "key_error": relative_error(keys, k),
-        "value_error": relative_error(values, v),
-        **attention.compare(k[0], v[0]),
-        "group_error": quantiles(group_errors(keys[0], k[0], _GROUP)),
-        "imbalance_ratio": quantiles(ratio),
-        "imbalance_gap": quantiles(gap),
-        "spread": quantiles(spread(space, _GROUP)),
-        "classes": {"key": class_errors(keys[0], k[0], classes), "value": class_errors(values[0], v[0], classes)},
-        "modalities": {"key": class_errors(keys[0], k[0], modality), "value": class_errors(values[0], v[0], modality)},
-    }
-
-
-def _theory(keys: Tensor, packed: Tensor, config: OscarConfig) -> dict[str, Any]:
-    """The bound in the space in which the keys are quantized."""
-    exact, norms, _ = transform_keys(keys, config, None)
-    x = transform_keys(packed, replace(config, token_norm=None), None)[0]
-    if norms is not None:
-        x = x / norms.float().unsqueeze(-1)
-    return check_bounds(exact[0], x[0], config.key_bits, config.key_group)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.diagnose.statistics import quantiles
@@ -14,6 +15,28 @@ from oscar_kv.diagnose.statistics import quantiles
 LOW, HIGH = 0.5, 2.0  # a token is of low or high norm beyond these multiples of the median
 SINK_SHARE = 0.02  # a token is an attention sink from this share of a far query's attention on
 FAR_QUERIES = 16  # as many are needed to call a token a sink
+_MODALITIES = ("image", "video", "audio")
+
+
+def modalities(config: PreTrainedConfig, ids: Tensor) -> dict[str, Tensor]:
+    """Which tokens are of which modality, by the placeholder ids of a model's configuration.
+
+    Args:
+        config: The whole model's; reads ``image_token_id``, ``video_token_id`` and ``audio_token_id``.
+        ids: int64 (n,).
+
+    Returns:
+        bool (n,) by modality, "text" first; only those that occur.
+    """
+    found = {}
+    for name in _MODALITIES:
+        placeholder = getattr(config, f"{name}_token_id", None)
+        if isinstance(placeholder, int):
+            found[name] = ids == placeholder
+    text = torch.ones_like(ids, dtype=torch.bool)
+    for own in found.values():
+        text &= ~own
+    return {name: own for name, own in {"text": text, **found}.items() if own.any()}
 
 
 def attention_share(weights: Tensor, queries: Tensor) -> Tensor:
@@ -69,7 +92,12 @@ def modality_gaps(keys: Tensor, values: Tensor, modality: Mapping[str, Tensor]) 
         numbers: dict[str, float] = {"tokens": int(own.sum())}
         for side, norm in norms.items():
             numbers |= {f"{side}_{key}": x for key, x in quantiles(norm[own]).items()}
-            text = norm[modality["text"]].median() if "text" in modality else torch.tensor(math.nan)
-            numbers[f"{side}_over_text"] = float(norm[own].median() / text)
+            numbers[f"{side}_over_text"] = over_text(norm, modality)[name]
         found[name] = numbers
     return found
+
+
+def over_text(norms: Tensor, modality: Mapping[str, Tensor]) -> dict[str, float]:
+    """Median norm (n,) of each modality's tokens against that of text; NaN without text."""
+    text = norms[modality["text"]].median() if "text" in modality else math.nan
+    return {name: float(norms[own].median() / text) for name, own in modality.items()}
