@@ -136,6 +136,12 @@ def test_sinks_are_those_of_transformers_attention(unusual):
         expected = float(rows[queries >= SINK + 128, SINK].mean())
         assert layer["tokens"]["sinks"][0]["attention"] == pytest.approx(expected, rel=1e-2)
         assert (layer["tokens"]["low_norm"], layer["tokens"]["high_norm"]) == ([LOW], [HIGH])
+        of_heads = weights[layer["layer"]][0].double().unflatten(0, (len(layer["heads"]), -1)).mean(1)[:, queries]
+        far = queries[:, None] >= torch.arange(COUNTED) + 128
+        counts = far.sum(0)
+        shares = (of_heads[..., :COUNTED] * far).sum(1) / counts.clamp(min=1)
+        expected = [((share >= 0.02) & (counts >= 16)).nonzero().flatten().tolist() for share in shares]
+        assert [head["sinks"] for head in layer["heads"]] == expected
 
 
 @pytest.mark.parametrize("step", ["none", "rotation", "scaling", "rotation+scaling", "default"])

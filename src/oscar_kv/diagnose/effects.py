@@ -45,6 +45,7 @@ def step_numbers(
         {
             "norms": norm_statistics(space[h].norm(dim=-1)),
             **key_statistics(space[h], group),
+            "key_over_text": over_text(space[h].norm(dim=-1), modality),
             "group_error": quantiles(errors[h]),
             "key_error": relative_error(keys[h], k[h]),
             "value_error": relative_error(values[h], v[h]),
@@ -58,7 +59,6 @@ def step_numbers(
         **effect.numbers(),
         "classes": {"key": class_errors(keys, k, classes), "value": class_errors(values, v, classes)},
         "modalities": {"key": class_errors(keys, k, modality), "value": class_errors(values, v, modality)},
-        "key_over_text": over_text(space.norm(dim=(0, -1)), modality),
         "heads": heads,
     }
 

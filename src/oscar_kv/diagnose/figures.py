@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from oscar_kv.diagnose.interventions import PLAIN
+from oscar_kv.diagnose.interventions import removed
 from oscar_kv.diagnose.layer import LayerDiagnosis
 from oscar_kv.diagnose.layer_figures import (
     BOX_TOKENS,
@@ -88,16 +88,14 @@ def _layers(report: Report) -> Any:
 
 
 def _repairs(report: Report) -> Any:
-    rows = report.numbers["summary"]["interventions"]
+    shares = removed(report.numbers["summary"]["interventions"])
     figure = figure_of(10, 3.5)
     axes = figure.subplots()
-    removed = {name: 1 - row["output_error"] / max(rows[PLAIN]["output_error"], 1e-12) for name, row in rows.items()}
-    removed.pop(PLAIN)
-    names = list(reversed(removed))
-    bars = axes.barh(names, [max(-1.0, removed[name]) for name in names], color="#08519c")
+    names = list(reversed(shares))
+    bars = axes.barh(names, [max(-1.0, shares[name]) for name in names], color="#08519c")
     axes.axvline(0.5, color="black", linestyle="--", linewidth=1)
     paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    axes.bar_label(bars, [f"{removed[name]:.0%}" for name in names], padding=4, fontsize="small", bbox=paper)
+    axes.bar_label(bars, [f"{shares[name]:.0%}" for name in names], padding=4, fontsize="small", bbox=paper)
     axes.set_xlim(-1.15, 1.1)
     axes.set_xlabel("share of the error removed (negative: the error grows; cut off at -100 %)")
     return figure

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from oscar_kv.diagnose.interventions import NORMS, NORMS_AND_SINKS, PLAIN, ROTATED, WITHOUT_ALL_SINKS, WITHOUT_SINKS
+from oscar_kv.diagnose.interventions import (
+    NORMS,
+    NORMS_AND_SINKS,
+    PLAIN,
+    ROTATED,
+    WITHOUT_ALL_SINKS,
+    WITHOUT_SINKS,
+    removed,
+)
 from oscar_kv.diagnose.layer import LayerDiagnosis
 from oscar_kv.diagnose.theory import regress
 
@@ -82,14 +90,14 @@ def verdict(interventions: dict[str, dict[str, float]]) -> dict[str, Any]:
     worst = interventions[PLAIN]["output_error"]
     if worst < _WORTH_REPAIRING:
         return {"primary": None, "removed": {}, "text": "Plain 2-bit keys change the attention output hardly at all."}
-    removed = {name: 1.0 - row["output_error"] / worst for name, row in interventions.items() if name != PLAIN}
-    norms = max(removed[name] for name in NORMS)
-    primary = norms > 0.5 and norms > removed[ROTATED]
+    shares = removed(interventions)
+    norms = max(shares[name] for name in NORMS)
+    primary = norms > 0.5 and norms > shares[ROTATED]
     text = (
         f"Plain 2-bit keys change the attention output by {worst:.3g} (relative squared error). Repairing norms alone "
-        f"removes {norms:.0%} of that, rotation alone {removed[ROTATED]:.0%}, first tokens in 16 bit "
-        f"{removed[WITHOUT_SINKS]:.0%}, all sinks and low-norm tokens in 16 bit {removed[WITHOUT_ALL_SINKS]:.0%}, "
-        f"these and equal norms {removed[NORMS_AND_SINKS]:.0%}. Token norm imbalance is {'' if primary else 'not '}"
+        f"removes {norms:.0%} of that, rotation alone {shares[ROTATED]:.0%}, first tokens in 16 bit "
+        f"{shares[WITHOUT_SINKS]:.0%}, all sinks and low-norm tokens in 16 bit {shares[WITHOUT_ALL_SINKS]:.0%}, "
+        f"these and equal norms {shares[NORMS_AND_SINKS]:.0%}. Token norm imbalance is {'' if primary else 'not '}"
         "the primary bottleneck here, by the rule that repairing norms removes more than half, and more than rotation."
     )
-    return {"primary": primary, "removed": removed, "text": text}
+    return {"primary": primary, "removed": shares, "text": text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,11 @@ def attention_share(weights: Tensor, queries: Tensor) -> Tensor:
     return torch.where(count >= FAR_QUERIES, (weights.mean(0) * far).sum(0) / count.clamp(min=1.0), 0.0)
 
 
+def sinks(share: Tensor) -> Tensor:
+    """Tokens, bool (n,), that get at least 2 % of the attention of far queries, by :func:`attention_share`."""
+    return share >= SINK_SHARE
+
+
 def token_classes(keys: Tensor, share: Tensor, group: int) -> dict[str, Tensor]:
     """Each token's class, by its norm over all KV heads and by the attention that it gets.
 
@@ -70,12 +76,31 @@ def token_classes(keys: Tensor, share: Tensor, group: int) -> dict[str, Tensor]:
     """
     norms = keys.norm(dim=(0, -1))
     middle = norms.median()
-    sink = share >= SINK_SHARE
+    sink = sinks(share)
     low = (norms < LOW * middle) & ~sink
     near = (sink | low).unflatten(0, (-1, group)).any(-1, keepdim=True).expand(-1, group).flatten() & ~sink & ~low
     high = (norms > HIGH * middle) & ~sink & ~near
     classes = {"sink": sink, "low_norm": low, "neighbour": near, "high_norm": high}
     return {**classes, "other": ~(sink | low | near | high)}
+
+
+def unusual_tokens(keys: Tensor, share: Tensor, classes: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Sinks and tokens of unusual norm: where they are, and how many."""
+    norms = keys.norm(dim=(0, -1))
+    relative = norms / norms.median()
+
+    def places(name: str) -> list[int]:
+        return torch.nonzero(classes[name]).flatten().tolist()
+
+    return {
+        "sinks": [
+            {"position": i, "attention": float(share[i]), "norm_over_median": float(relative[i])}
+            for i in places("sink")
+        ],
+        "low_norm": places("low_norm"),
+        "high_norm": places("high_norm"),
+        "count": {name: int(own.sum()) for name, own in classes.items()},
+    }
 
 
 def modality_gaps(keys: Tensor, values: Tensor, modality: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
