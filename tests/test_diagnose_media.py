@@ -132,6 +132,12 @@ def test_sound(omni, tmp_path):
     assert not any("not loaded from a checkpoint" in note for note in report["notes"])
 
 
+def test_text_alone(llava):
+    report = json.loads(invoke(llava, "--tokens", 300, "--json").stdout)
+    assert report["input"]["modalities"] == {"text": 256}
+    assert any("nothing is said about images" in note for note in report["notes"])
+
+
 def test_what_cannot_be(llava, tmp_path):
     image = picture(tmp_path / "red.png", "red")
     assert "text alone" in invoke(llava, "--image", image, "--predictions", code=1).output

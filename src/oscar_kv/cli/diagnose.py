@@ -14,7 +14,7 @@ from oscar_kv.cli.shared import TextOption, errors_in_one_line, progress_bar, te
 from oscar_kv.diagnose import Report
 from oscar_kv.diagnose import diagnose as run
 from oscar_kv.diagnose.capture import packed_layers
-from oscar_kv.diagnose.media import load_multimodal, message
+from oscar_kv.diagnose.media import is_text_model, load_multimodal, message
 from oscar_kv.extras import import_extra
 from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, first_tokens, load
 
@@ -77,7 +77,7 @@ def _load(
     name: str, dtype: str, text: str, tokens: int, images: list[Path], sounds: list[Path]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model and its input: a text, or a message with images and sounds before it."""
-    if not images and not sounds:
+    if not images and not sounds and is_text_model(name):
         lm, tokenizer = load(name, dtype)
         return lm, {"input_ids": first_tokens(tokenizer, text, tokens)}
     lm, processor = load_multimodal(name, dtype)

@@ -6,9 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForMultimodalLM, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForMultimodalLM,
+    AutoProcessor,
+    PreTrainedModel,
+    ProcessorMixin,
+)
 
-from oscar_kv.loading import check_dtype, first_tokens, to_device
+from oscar_kv.loading import DEMO_MODEL, check_dtype, first_tokens, to_device
+
+
+def is_text_model(name: str) -> bool:
+    """Whether a model loads without a processor; many that see or hear need theirs even for text."""
+    return name == DEMO_MODEL or type(AutoConfig.from_pretrained(name)) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def load_multimodal(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, ProcessorMixin]:
