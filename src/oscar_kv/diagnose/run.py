@@ -76,7 +76,7 @@ def diagnose(
         "notes": notes(model, inputs, modality),
         "summary": summary,
         "theory": {**theory(layers), "sweep": sweep()},
-        "verdict": verdict(summary["interventions"]),
+        "verdict": verdict(summary["interventions"], layers),
         "recommendation": recommend(
             summary,
             [layer.numbers for layer in layers],
