@@ -75,7 +75,7 @@ def _tiles(columns: int) -> tuple[int, int]:
 def _most_warps(layout: RecordLayout, tiles: int) -> int:
     """Warps of a multiprocessor that have registers for outputs and scores."""
     registers = tiles * (layout.value_dim // 4 + 32)
-    return 12 if registers <= 72 else 8 if registers <= 150 else 4
+    return 16 if registers <= 72 else 8 if registers <= 150 else 4
 
 
 @cache
@@ -133,12 +133,17 @@ def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: 
 
 
 def _short_bytes(layout: RecordLayout, columns: int, warps: int, cluster: int) -> int:
-    """Shared memory of a CTA: stages, queries, partials of two kinds, what the cluster merges here, and barriers."""
+    """Shared memory of a CTA: stages (partials later), queries, maxima and sums, what the cluster merges here, barriers."""
     tiles, used = _tiles(columns)
     count, spans = tiles * used, -(-layout.value_dim // 128)
-    joint = 2 * cluster * -(-count // cluster) * 32 * (8 + 16 * spans) if cluster > 1 else 0
-    of_warp = stage_bytes(layout, 0) + 2 * count * (4 * layout.value_dim + 8)
+    joint = cluster * -(-count // cluster) * 32 * (8 + 16 * spans) if cluster > 1 else 0
+    of_warp = max(stage_bytes(layout, 0), _aligned(4 * count * layout.value_dim) + 16) + 8 * count
     return warps * of_warp + _aligned(query_bytes(layout, count)) + joint
+
+
+def _merge(columns: int, value_dim: int, multiprocessors: int) -> int:
+    """Warps that share the partials of a column: the fewer columns, the more partials has each."""
+    return 32 if columns <= multiprocessors and value_dim <= 256 else 8 if columns < 8 * multiprocessors else 1
 
 
 def _row_bytes(batch: int) -> int:
@@ -261,9 +266,9 @@ def _decode_attention(
         grid, block = units * short.cluster, 32 * short.warps
         launch(code, grid, block, short.shared, (bytes(args),), device, dependent=True, cluster=short.cluster)
         return out
-    slots = 2 * units + warps * multiprocessors
+    slots = units + warps * multiprocessors
     tasks = units * tiles * used
-    merge = 8 if tasks < 8 * multiprocessors else 1  # warps that share the partials of a column
+    merge = _merge(tasks, layout.value_dim, multiprocessors)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -275,7 +280,7 @@ def _decode_attention(
     for name, grid, block, memory in (
         ("rotate_queries", units, 32, 0),
         ("decode", multiprocessors, 32 * warps, warps * stage + _row_bytes(batch)),
-        ("combine", -(-tasks * merge // 8), 256, 0),
+        ("combine", -(-tasks * merge // max(merge, 8)), 32 * max(merge, 8), 0),
     ):
         code = kernel("decode.cu", name, {**flags, "WARPS": warps, "MERGE": merge}, device)
         launch(code, grid, block, memory, (bytes(args),), device, dependent=True)

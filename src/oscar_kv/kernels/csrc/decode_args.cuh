@@ -49,8 +49,8 @@ struct Args {
   u16* out;  // (batch, QL, query heads, VD) contiguous
   const float* sink_logits;  // (query heads) or null
   char* rotated;    // (batch, pairs, Q_BYTES): what `rotate_queries` made
-  float* part_o;    // (slots, NT * QCOLS, VD)
-  float2* part_ml;  // (slots, NT * QCOLS): maximum (log2) and sum
+  float* part_o;    // (units + warps, NT * QCOLS, VD)
+  float2* part_ml;  // (units + warps, NT * QCOLS): maximum (log2) and sum
   int batch, heads, group, q_len, passes, num_sinks, warps, fresh;  // warps: of the whole grid
   float scaling, softcap;
 };
