@@ -25,17 +25,26 @@ CONFIG = OscarConfig()
 PLAIN = replace(CONFIG, token_norm=None, rotate_keys=False, rotate_values=False, equalize=0.0)
 
 
-@pytest.fixture(params=[1, 2, 8, None], ids=["alone", "pair", "cluster", "long"], autouse=True)
+@pytest.fixture(
+    params=[(1, 0), (2, 0), (8, 0), (0, 132), (0, 2)], ids=["alone", "pair", "cluster", "long", "crowded"], autouse=True
+)
 def rows_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short rows in a CTA or a cluster each, or long rows that all multiprocessors share."""
+    """Short rows in a CTA or a cluster each; or long rows that all multiprocessors share, or only two of them.
+
+    So a warp gets one item at most, or many, of several rows and heads.
+    """
+    cluster, ctas = request.param
+    shared = decode._properties(torch.device("cuda"))[1]
 
     def short(layout: RecordLayout, columns: int, units: int, blocks: int, *args: Any) -> Any:
-        cluster, warps = request.param, 2 if blocks < 2 * decode._BUSY_ITEMS else 12
-        if cluster is None:
-            return None
-        return decode._Short(warps, cluster, 1, decode._short_bytes(layout, columns, warps, cluster))
+        warps = 2 if blocks < 2 * decode._BUSY_ITEMS else 12
+        return (
+            decode._Short(warps, cluster, 1, decode._short_bytes(layout, columns, warps, cluster)) if cluster else None
+        )
 
     monkeypatch.setattr(decode, "_short", short)
+    if ctas:
+        monkeypatch.setattr(decode, "_properties", lambda device: (ctas, shared))
 
 
 def case(

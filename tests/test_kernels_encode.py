@@ -289,6 +289,19 @@ def test_append_and_flush_are_those_of_the_layer(residual_length: int) -> None:
     same_as(cache)
 
 
+def test_many_rows_pack_in_their_own_steps() -> None:
+    lengths = [1 + (37 * row) % 128 for row in range(150)]  # more rows than the kernel looks at at a time
+    cache = fresh_cache(DEFAULT, lengths, (64, 32), 260, torch.bfloat16)
+    state, tail, counters, store = (cache[name] for name in ("state", "tail", "counters", "store"))
+    for step in range(260):
+        keys, values = (x[:, :, step : step + 1] for x in cache["stream"])
+        state.commit(state.append(keys, values, None))
+        append(keys.to(DEVICE), values.to(DEVICE), tail, counters, state.layout)
+        flush(tail, counters, state.layout, *store)
+    assert {*state.num_blocks} == {2, 3}
+    same_as(cache)
+
+
 def test_appending_several_tokens_at_once() -> None:
     cache = fresh_cache(DEFAULT, [100, 27], (64, 32), 60, torch.float16)
     state, tail, counters, store = (cache[name] for name in ("state", "tail", "counters", "store"))

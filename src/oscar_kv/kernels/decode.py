@@ -17,6 +17,7 @@ from oscar_kv.pack import RecordLayout
 MAX_COLUMNS = 64  # queries times heads of a group; every 16 of them read the cache once more
 _SPARE = 1024  # bytes of shared memory that the driver takes from a CTA
 _BUSY_ITEMS, _IDLE_ITEMS = 32, 4  # that a warp takes at most in one launch, if the GPU is full or not
+_LARGE, _FEW_BLOCKS = 12_000, 8  # bytes of a record; blocks per warp
 _POINTERS, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -116,11 +117,12 @@ def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: 
     share = most // -(-units // multiprocessors)
     warps, cluster = share if share >= 3 else min(most, 4), 1
     if units <= multiprocessors:
-        while cluster < most_cluster(architecture(device)) and cluster * (most // 2) < blocks:
+        while cluster < most_cluster(architecture(device)) and cluster * (most // 4) < blocks:
             if 2 * cluster * units > multiprocessors * (1.0 if cluster == 1 else 0.75):
                 break
             cluster *= 2
-        if cluster * (most // 2) >= blocks:
+        few = 4 if 2 * cluster * units > multiprocessors else 2  # blocks of a warp for which half the warps do
+        if few * cluster * (most // 2) >= blocks:
             warps = max(1, most // 2)
     while _short_bytes(layout, columns, warps, cluster) + _SPARE > shared:
         warps -= 1
@@ -133,7 +135,7 @@ def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: 
 
 
 def _short_bytes(layout: RecordLayout, columns: int, warps: int, cluster: int) -> int:
-    """Shared memory of a CTA: stages (partials later), queries, maxima and sums, what the cluster merges here, barriers."""
+    """Shared memory of a CTA: stages (partials in the end), queries, maxima and sums, and the cluster's part."""
     tiles, used = _tiles(columns)
     count, spans = tiles * used, -(-layout.value_dim // 128)
     joint = cluster * -(-count // cluster) * 32 * (8 + 16 * spans) if cluster > 1 else 0
@@ -246,7 +248,9 @@ def _decode_attention(
         raise NotImplementedError(unsupported(layout, columns, batch, device))
     tiles, used, warps = shape
     passes = -(-columns // (8 * tiles))
-    units = batch * heads * passes
+    units, blocks = batch * heads * passes, (records if table is None else table).shape[1]
+    if layout.record_bytes > _LARGE and units * blocks < _FEW_BLOCKS * warps * multiprocessors:
+        warps = min(warps, 12)  # more would ask for too much at once
     paged = table is not None
     out = query.new_empty(batch, q_len, q_heads, layout.value_dim)
     args = Args(
@@ -260,7 +264,7 @@ def _decode_attention(
         warps * multiprocessors, fresh, scaling, softcap,
     )  # fmt: skip
     flags = defines(layout, tiles=tiles, used=used, softcap=softcap != 0.0, equalized=equalizer is not None)
-    short = _short(layout, columns, units, (records if table is None else table).shape[1], device)
+    short = _short(layout, columns, units, blocks, device)
     if short is not None:
         code = kernel("decode_short.cu", "decode_short", {**flags, **short.flags}, device)
         grid, block = units * short.cluster, 32 * short.warps

@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METADATA = ("float16", "bfloat16", "float8_e4m3")
 NORMS = (None, "l2", "max", "mean_abs")
 _NORM_TOKENS, _NORM_THREADS = 32, 256  # of a token_norms CTA
-_STATIC_SHARED = 8192  # bytes of shared memory that the kernels use besides, at the largest head dimension
+_STATIC_SHARED = 12288  # bytes of shared memory that the kernels use besides, at the largest head dimension
 _SHARED_KIB = {"sm_80": 163, "sm_90a": 227, "sm_100a": 227, "sm_100": 227}  # what a CTA can have
 _SMALLEST_SHARED_KIB = 99  # of the other architectures
 
@@ -41,7 +41,7 @@ class Args(ctypes.Structure):
         ("query_power", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("rows", "tokens", "capacity", "residual_length")),
         *((name, ctypes.c_void_p) for name in ("tail_keys", "tail_values", "lengths", "totals", "num_blocks")),
-        *((name, ctypes.c_void_p) for name in ("plan", "barrier")),
+        *((name, ctypes.c_void_p) for name in ("blocks_before", "arrived", "norms_done")),
     )
 
 

@@ -17,20 +17,22 @@ from oscar_kv.kernels.compile import architecture, kernel, launch
 from oscar_kv.kernels.encode import aligned, arguments, check_norms, defines, destination, layout_key, layout_of
 from oscar_kv.pack import RecordLayout
 
+_COUNTERS = ("lengths", "totals", "num_blocks", "blocks_before", "arrived", "norms_done")  # fields of the kernels
+
 
 @dataclass(frozen=True)
 class Counters:
     """What a layer knows of its rows, on the device.
 
     Args:
-        data: int32 (7, rows), contiguous.
+        data: int32 (6, rows), contiguous.
     """
 
     data: Tensor
 
     @classmethod
     def zeros(cls, rows: int, device: torch.device) -> Counters:
-        return cls(torch.zeros(7, rows, dtype=torch.int32, device=device))
+        return cls(torch.zeros(len(_COUNTERS), rows, dtype=torch.int32, device=device))
 
     @property
     def lengths(self) -> Tensor:
@@ -122,9 +124,8 @@ def _flush(
     residual_length: int,
 ) -> None:
     config, device = layout_of(layout).config, tail_keys.device
-    starts, counts, places = counters[3:6]
     args = arguments(
-        tail_keys, tail_values, starts=starts, counts=counts, places=places, residual_length=residual_length,
+        tail_keys, tail_values, residual_length=residual_length,
         equalizer=equalizer, exponent=config.equalize, query_power=query_power,
         query_exponent=config.equalize_queries, sink_keys=sink_keys, sink_values=sink_values,
         num_sinks=0 if sink_keys is None else sink_keys.shape[2],
@@ -143,9 +144,8 @@ for _operator in (_append, _flush):
 
 def _fields(counters: Tensor, tail_keys: Tensor, tail_values: Tensor, layout: RecordLayout) -> dict[str, Tensor | int]:
     """Fields of the kernels' arguments that describe the tail."""
-    names = {"lengths": 0, "totals": 1, "num_blocks": 2, "plan": 3, "barrier": 6}
     return {
-        **{name: counters[row] for name, row in names.items()},
+        **dict(zip(_COUNTERS, counters, strict=True)),
         "tail_keys": tail_keys,
         "tail_values": tail_values,
         "capacity": tail_keys.shape[2],

@@ -61,14 +61,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(const __grid_
   Item cur;
   cur.rows = rows;
   locate(a, prefix, split.start(range), cur);
-  // packed keys and values are on their way while new tokens are still being stored and queries rotated
+  // packed keys are on their way while new tokens are still being stored and queries rotated
   const bool ahead = PTX_90 && cur.packed();
   if (!ahead) wait_for_launch();
   fetch<true>(a, cur, ks, bars, lane, qs, true, ahead);
-  fetch<false>(a, cur, vs, bars + 8, lane);
   if (ahead) wait_for_launch();
   allow_launch();
-  if (ahead) fetch_queries(a, cur, qs, bars, lane);
+  if (ahead) {
+    fetch_queries(a, cur, qs, bars, lane);
+    wait(bars, 0, true);  // values take their turn after everyone's first keys
+  }
+  fetch<false>(a, cur, vs, bars + 8, lane);
   State st;
   st.clear();
   u32 phase = 0;

@@ -35,35 +35,29 @@ __device__ __forceinline__ void merge_all(const Merged* parts, int count, int pi
 }
 // Partials first, first + step, ... of a column, which lie `pitch` float4 apart
 __device__ __forceinline__ void merge_parts(const float2* ml, const float4* po, long pitch, int parts, int first, int step, int lane, Merged& r) {
-  constexpr int AHEAD = SPANS == 1 ? 8 : 4;  // partials under way at a time
-  float top = NEG_INF;
-  for (int i = first + step * lane; i < parts; i += step * 32) top = fmaxf(top, ml[(long)i * COLUMNS].x);
-#pragma unroll
-  for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  constexpr int AHEAD = SPANS == 1 ? 8 : 4;  // under way at a time
   r.clear();
-  r.m = top;
-  const float base = top == NEG_INF ? 0.0f : top;  // only NaN or nothing was seen
 #pragma unroll 1
-  for (int i = first; i < parts; i += step * 32) {  // parts i, i + step, ...: 32 weights at a time, one per lane
-    const int mine = i + step * lane;
-    const float2 v = mine < parts ? ml[(long)mine * COLUMNS] : make_float2(NEG_INF, 0.0f);
-    const float g = ex2(v.x - base);
+  for (int i = first; i < parts; i += step * AHEAD) {
+    const int mine = i + step * lane;  // whose maximum and sum this lane takes
+    const float2 v = lane < AHEAD && mine < parts ? ml[(long)mine * COLUMNS] : make_float2(NEG_INF, 0.0f);
+    float4 x[AHEAD][SPANS];
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k)
+#pragma unroll
+      for (int s = 0; s < SPANS; ++s)
+        x[k][s] = i + step * k < parts && (VD % 128 == 0 || 128 * s + 4 * lane < VD) ? po[(i + step * k) * pitch + 32 * s + lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float top = v.x;
+#pragma unroll
+    for (int d = AHEAD / 2; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    rescale(r, fmaxf(r.m, __shfl_sync(~0u, top, 0)));
+    const float g = ex2(v.x - (r.m == NEG_INF ? 0.0f : r.m));  // only NaN or nothing was seen
     r.l = fmaf(v.y, g, r.l);
-    const int count = min(32, (parts - i + step - 1) / step);
-#pragma unroll 1
-    for (int k0 = 0; k0 < count; k0 += AHEAD) {
-      float4 x[AHEAD][SPANS];
 #pragma unroll
-      for (int k = 0; k < AHEAD; ++k)
+    for (int k = 0; k < AHEAD; ++k) {
+      const float w = __shfl_sync(~0u, g, k);
 #pragma unroll
-        for (int s = 0; s < SPANS; ++s)
-          x[k][s] = k0 + k < count && (VD % 128 == 0 || 128 * s + 4 * lane < VD) ? po[(i + step * (k0 + k)) * pitch + 32 * s + lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int k = 0; k < AHEAD; ++k) {
-        const float w = k0 + k < count ? __shfl_sync(~0u, g, k0 + k) : 0.0f;
-#pragma unroll
-        for (int s = 0; s < SPANS; ++s) r.o[s][0] = fmaf(x[k][s].x, w, r.o[s][0]), r.o[s][1] = fmaf(x[k][s].y, w, r.o[s][1]), r.o[s][2] = fmaf(x[k][s].z, w, r.o[s][2]), r.o[s][3] = fmaf(x[k][s].w, w, r.o[s][3]);
-      }
+      for (int s = 0; s < SPANS; ++s) r.o[s][0] = fmaf(x[k][s].x, w, r.o[s][0]), r.o[s][1] = fmaf(x[k][s].y, w, r.o[s][1]), r.o[s][2] = fmaf(x[k][s].z, w, r.o[s][2]), r.o[s][3] = fmaf(x[k][s].w, w, r.o[s][3]);
     }
   }
 }
