@@ -16,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const __grid_consta
     if (token == 0 && threadIdx.x == 0) {
         a.totals[row] = a.lengths[row] + a.tokens;
         a.blocks_before[row] = a.num_blocks[row];
-        if (row == 0) *a.arrived = *a.norms_done = 0;
+        a.norms_done[row] = 0;
+        if (row == 0) *a.arrived = 0;
     }
     if (place >= a.capacity) return;
     for (int i = threadIdx.x; i < a.heads * PIECES; i += THREADS) {
@@ -108,14 +109,14 @@ __device__ __forceinline__ void move_tail(const Args& a, int row, int head, int 
 }
 
 // Norms, then keys, then values of all that is due, dealt to the CTAs in turn: so keys wait for norms that others are at.
-__device__ __forceinline__ void pack(const Args& a, const Due& due, u32 norms_before) {
+__device__ __forceinline__ void pack(const Args& a, const Due& due) {
     constexpr int PARTS = BLOCK_TOKENS / NORM_TOKENS;
     const int groups = NORM ? PARTS * (SCOPE ? a.heads : 1) : 0, norms = due.count * groups, sides = due.count * a.heads;
     for (int i = blockIdx.x; i < norms + 2 * sides; i += gridDim.x) {
         const bool is_norm = i < norms, is_key = !is_norm && i < norms + sides;
         const int per_row = is_norm ? groups : a.heads, task = is_norm ? i : (i - norms) % sides;
         const int which = task / per_row, part = task % per_row;
-        if (is_key && NORM) await(a.norms_done, norms_before + norms);
+        if (is_key && NORM) await(a.norms_done + due.rows[which], groups);
         for (int block = 0; block < due.blocks[which]; block++) {
             const Spot spot = due.spot(which, block);
             if (is_norm)
@@ -126,14 +127,14 @@ __device__ __forceinline__ void pack(const Args& a, const Due& due, u32 norms_be
                 encode_side<false>(a, spot, part);
             __syncthreads();
         }
-        if (is_norm) announce(a.norms_done);
+        if (is_norm) announce(a.norms_done + due.rows[which]);
     }
 }
 
 // A cooperative grid of any size. keys and values are the tail.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flush(const __grid_constant__ Args a) {
     __shared__ Due due;
-    u32 barriers = 0, norms_before = 0;
+    u32 barriers = 0;
     for (int first = 0; first < a.rows; first += ROWS) {
         find_due(a, first, due);
         if (due.count == 0) continue;
@@ -145,8 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flush(const __grid_cons
             }
             grid_barrier(a, barriers);
         }
-        pack(a, due, norms_before);
-        norms_before += NORM ? due.count * (BLOCK_TOKENS / NORM_TOKENS) * (SCOPE ? a.heads : 1) : 0;
+        pack(a, due);
         if (!due.rest) continue;
         grid_barrier(a, barriers);
         for (int i = blockIdx.x; i < due.count * a.heads; i += gridDim.x) {

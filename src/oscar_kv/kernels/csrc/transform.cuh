@@ -26,7 +26,8 @@ struct Args {
     int* totals;                                   // (rows): and with it, between append and flush
     int* num_blocks;                               // (rows): packed blocks
     int* blocks_before;                            // (rows): and those before a pass
-    u32 *arrived, *norms_done;                     // CTAs at a barrier; groups of tokens that have their norms
+    u32* arrived;                                  // CTAs at a barrier
+    u32* norms_done;                               // (rows): groups of tokens that have their norms
 };
 
 // A block to pack: the token at which it starts, and its place in the row's records.
