@@ -123,6 +123,8 @@ def _check(cache: OscarCache) -> None:
         raise NotImplementedError(f"a CUDA graph cannot hold layers that are not packed: {', '.join(kinds)}")
     if cache.max_length is None:
         raise ValueError("a CUDA graph needs a cache that does not move: OscarCache(..., max_length=...)")
+    if cache.host is not None:
+        raise NotImplementedError("a CUDA graph cannot wait for blocks in host memory: the cache has offload=True")
     if not cache.timeline.lengths:
         raise ValueError("the cache is empty: run the prompt through the model first")
     if any(layer.record_past for layer in layers):
