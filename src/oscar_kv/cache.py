@@ -284,6 +284,7 @@ class OscarCache(DynamicCache):
         if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
             raise ValueError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")
         states = self._states()
+        shared = [state.first for state in states]
         for state in states:
             state.check_crop(-tokens_to_remove)
         # the other layers first: they refuse before anything has changed
@@ -291,6 +292,7 @@ class OscarCache(DynamicCache):
             layer.crop(tokens_to_remove)  # type: ignore[union-attr]
         if states and tokens_to_remove:
             self.timeline.crop(-tokens_to_remove)
+        self.epoch += shared != [state.first for state in states]  # blocks that were shared have moved
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row ``beam_idx[i]`` was."""
