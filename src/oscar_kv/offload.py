@@ -60,7 +60,7 @@ class Offload:
             ready = self._copy(store)
         torch.cuda.current_stream(store.device).wait_stream(self._stream(store.device))
         following = self.stores[(self.stores.index(store) + 1) % len(self.stores)]
-        if following is not store and max(following.num_blocks):
+        if following is not store and following.device.type == "cuda" and max(following.num_blocks):
             self._ahead = self._copy(following)
         return SharedBlocks(), ready.blocks
 
