@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oscar_kv.kernels.compile import architecture, kernel, launch, most_cluster
-from oscar_kv.kernels.encode import layout_key, layout_of, record_defines
+from oscar_kv.kernels.encode import layout_key, layout_of, origin, record_defines
 from oscar_kv.pack import RecordLayout
 
 MAX_COLUMNS = 64  # queries times heads of a group; every 16 of them read the cache once more
@@ -33,11 +33,15 @@ class Args(ctypes.Structure):
         *((name, _LONG) for name in ("norm_row", "norm_block")),
         ("table", _POINTERS),
         ("table_row", _LONG),
+        ("pieces", _POINTERS),
         *((name, _POINTERS) for name in ("num_blocks", "tail_len", "equalizer")),
         *((name, _POINTERS) for name in ("sink_k", "sink_v", "tail_k", "tail_v")),
         *((name, _LONG) for name in ("tail_row_k", "tail_head_k", "tail_row_v", "tail_head_v")),
         *((name, _POINTERS) for name in ("out", "sink_logits", "rotated", "part_o", "part_ml")),
-        *((name, _INT) for name in ("batch", "heads", "group", "q_len", "passes", "num_sinks", "warps", "fresh")),
+        *(
+            (name, _INT)
+            for name in ("batch", "heads", "group", "q_len", "passes", "num_sinks", "warps", "fresh", "first")
+        ),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
 
@@ -160,7 +164,9 @@ def _properties(device: torch.device) -> tuple[int, int]:
 
 
 @cache
-def defines(layout: RecordLayout, *, tiles: int, used: int, softcap: bool, equalized: bool) -> dict[str, int | str]:
+def defines(
+    layout: RecordLayout, *, tiles: int, used: int, softcap: bool, equalized: bool, pieces: bool = False
+) -> dict[str, int | str]:
     """Preprocessor definitions of csrc/decode.cu and csrc/decode_short.cu, but for those of the launch."""
     config = layout.config
     return {
@@ -170,6 +176,7 @@ def defines(layout: RecordLayout, *, tiles: int, used: int, softcap: bool, equal
         "ROTK": int(config.rotate_keys),
         "ROTV": int(config.rotate_values),
         "SOFTCAP": int(softcap),
+        "PIECES": int(pieces),
         "NT": tiles,
         "QCOLS": used,
     }
@@ -191,6 +198,8 @@ def decode_attention(
     sinks: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    first: int = 0,
+    pieces: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the newest tokens over everything cached; sums are fp32 and in a fixed order.
 
@@ -209,6 +218,8 @@ def decode_attention(
         sinks: Keys and values (rows, heads, num_sinks, head_dim) of the first tokens.
         softcap: Scores become ``softcap * tanh(score / softcap)``.
         sink_logits: (query heads,) learned sinks.
+        first: The block of each row that ``records`` and ``norms`` begin with.
+        pieces: Where the blocks before that are, int64 (pieces, 5): :attr:`oscar_kv.shared.SharedBlocks.table`.
 
     Returns:
         (rows, q, query heads, value_dim).
@@ -216,6 +227,7 @@ def decode_attention(
     return _decode_attention(
         query, records, norms, table, num_blocks, tail_lengths, equalizer, *(sinks or (None, None)), *tail,
         None if sink_logits is None else sink_logits.float(), layout_key(layout), scaling, softcap or 0.0, fresh,
+        first, pieces,
     )  # fmt: skip
 
 
@@ -237,6 +249,8 @@ def _decode_attention(
     scaling: float,
     softcap: float,
     fresh: int,
+    first: int = 0,
+    pieces: Tensor | None = None,
 ) -> Tensor:
     layout, device = layout_of(key), query.device
     batch, q_heads, q_len, _ = query.shape
@@ -248,22 +262,24 @@ def _decode_attention(
         raise NotImplementedError(unsupported(layout, columns, batch, device))
     tiles, used, warps = shape
     passes = -(-columns // (8 * tiles))
-    units, blocks = batch * heads * passes, (records if table is None else table).shape[1]
+    units, blocks = batch * heads * passes, first + (records if table is None else table).shape[1]
     if layout.record_bytes > _LARGE and units * blocks < _FEW_BLOCKS * warps * multiprocessors:
         warps = min(warps, 12)  # more would ask for too much at once
     paged = table is not None
     out = query.new_empty(batch, q_len, q_heads, layout.value_dim)
     args = Args(
         query.data_ptr(), *query.stride()[:3],
-        records.data_ptr(), 0 if paged else records.stride(0), records.stride(-3),
-        _address(norms), *((0, 0) if norms is None else (0 if paged else 2 * norms.stride(0), 2 * norms.stride(-3))),
-        _address(table), 0 if table is None else table.stride(0),
+        origin(records, first), 0 if paged else records.stride(0), records.stride(-3),
+        origin(norms, first),
+        *((0, 0) if norms is None else (0 if paged else 2 * norms.stride(0), 2 * norms.stride(-3))),
+        _address(table), 0 if table is None else table.stride(0), _address(pieces),
         *(_address(x) for x in (num_blocks, tail_lengths, equalizer, sink_keys, sink_values, tail_keys, tail_values)),
         *tail_keys.stride()[:2], *tail_values.stride()[:2], *(_address(x) for x in (out, sink_logits)), 0, 0, 0,
         batch, heads, q_heads // heads, q_len, passes, 0 if sink_keys is None else sink_keys.shape[2],
-        warps * multiprocessors, fresh, scaling, softcap,
+        warps * multiprocessors, fresh, first, scaling, softcap,
     )  # fmt: skip
-    flags = defines(layout, tiles=tiles, used=used, softcap=softcap != 0.0, equalized=equalizer is not None)
+    has = {"softcap": softcap != 0.0, "equalized": equalizer is not None, "pieces": pieces is not None}
+    flags = defines(layout, tiles=tiles, used=used, **has)
     short = _short(layout, columns, units, blocks, device)
     if short is not None:
         code = kernel("decode_short.cu", "decode_short", {**flags, **short.flags}, device)

@@ -85,6 +85,7 @@ def flush(
     sinks: tuple[Tensor, Tensor] | None,
     query_power: Tensor | None = None,
     hold: int = 0,
+    first: int = 0,
 ) -> None:
     """Pack the complete blocks of each row out of the tail, and move the rest to its front.
 
@@ -98,11 +99,12 @@ def flush(
         sinks: (rows, heads, num_sinks, dim) of keys and values, or None.
         query_power: float64 (rows, heads, key_dim), or None: see :func:`~oscar_kv.kernels.encode.start_rows`.
         hold: Tokens beyond ``residual_length`` that stay in the tail.
+        first: The block of each row that ``records`` and ``norms`` begin with.
     """
     check_norms(layout, norms)
     _flush(
         *tail, counters.data, records, norms, equalizer, *(sinks or (None, None)), query_power, layout_key(layout),
-        layout.config.residual_length + hold,
+        layout.config.residual_length + hold, first,
     )  # fmt: skip
 
 
@@ -122,6 +124,7 @@ def _flush(
     query_power: Tensor | None,
     layout: str,
     residual_length: int,
+    first: int = 0,
 ) -> None:
     config, device = layout_of(layout).config, tail_keys.device
     args = arguments(
@@ -129,7 +132,7 @@ def _flush(
         equalizer=equalizer, exponent=config.equalize, query_power=query_power,
         query_exponent=config.equalize_queries, sink_keys=sink_keys, sink_values=sink_values,
         num_sinks=0 if sink_keys is None else sink_keys.shape[2],
-        **_fields(counters, tail_keys, tail_values, layout_of(layout)), **destination(records, norms),
+        **_fields(counters, tail_keys, tail_values, layout_of(layout)), **destination(records, norms, first),
     )  # fmt: skip
     flags = _defines(layout, device)
     rows, heads = tail_keys.shape[:2]

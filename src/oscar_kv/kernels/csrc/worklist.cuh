@@ -114,17 +114,27 @@ __device__ __forceinline__ bool exact_source(const Args& a, const Item& it, int&
 __device__ __forceinline__ void fetch_queries(const Args& a, const Item& it, u32 qs, u32 bar, int lane) {
   bulk_copy(qs, a.rotated + (long)it.unit(a) * Q_BYTES, Q_BYTES, bar, lane);
 }
+// Where blocks of the item's head would begin in the piece that holds its block
+__device__ __forceinline__ void shared_block(const Args& a, const Item& it, const char*& rec, const char*& norm) {
+  const Piece* piece = a.pieces;
+  while (it.block() >= piece->end) ++piece;
+  const int head = it.pair / a.passes;
+  rec = (const char*)piece->records + it.row * piece->record_row + (long)head * (K_BYTES + V_BYTES);
+  norm = (const char*)piece->norms + it.row * piece->norm_row + (NORM == 2 ? head * 256 : 0);
+}
 // Start to copy the keys (and the queries, where the pair is a new one) or the values of an item
 template <bool KEYS>
 __device__ __forceinline__ void fetch(const Args& a, const Item& it, u32 stage, u32 bar, int lane, u32 qs = 0, bool fresh = false, bool later = false) {
   if (it.packed()) {
     const long block = a.table ? a.table[it.row * a.table_row + it.block()] : it.block();
-    const char* rec = it.rec + block * a.rec_block;
+    const char *rec = it.rec, *norm = it.norm;
+    if (PIECES && it.block() < a.first) shared_block(a, it, rec, norm);
+    rec += block * a.rec_block, norm += block * a.norm_block;
     if (KEYS) {
       expect(bar, K_BYTES + NORM_BYTES + (fresh ? Q_BYTES : 0), lane);
       bulk_copy(stage, rec, K_BYTES, bar, lane);
       if (fresh && !later) fetch_queries(a, it, qs, bar, lane);
-      if (NORM) bulk_copy(stage + K_BYTES, it.norm + block * a.norm_block, 256, bar, lane);
+      if (NORM) bulk_copy(stage + K_BYTES, norm, 256, bar, lane);
     } else {
       expect(bar, V_BYTES, lane);
       bulk_copy(stage, rec + K_BYTES, V_BYTES, bar, lane);
