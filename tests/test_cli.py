@@ -61,6 +61,11 @@ def invoke(*arguments, code=0):
     return result.output
 
 
+def read_csv(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def test_env_names_the_versions():
     output = invoke("env")
     for expected in (oscar_kv.__version__, torch.__version__, "transformers", "GPUs", "attention"):
@@ -182,8 +187,7 @@ def test_eval_fidelity_appends_rows(folder, tmp_path):
     options = ("eval", "fidelity", folder, "--text-file", text, "--tokens", 300, "--csv", table)
     invoke(*options, "--preset", "default", "--preset", "kivi")
     invoke(*options, "--preset", "paper")
-    with table.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(table)
     assert [row["preset"] for row in rows] == [REFERENCE, "default", "kivi", "paper"]  # 16-bit is not done again
     assert [row["method"] for row in rows] == [REFERENCE, "OScaR", "KIVI", "OScaR"]
     assert {row["texts"] for row in rows} == {"text.txt"}
@@ -213,8 +217,7 @@ def test_a_study_is_resumed_and_reported(folder, tmp_path):
     assert "rtn: skipped" in output
     assert table.read_text(encoding="utf-8").startswith(before)
     invoke(*options, "--method", "rtn", "--force")
-    with table.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(table)
     assert [row["preset"] for row in rows] == [REFERENCE, "rtn", "together-oscar", "kivi", REFERENCE, "rtn"]
     assert {(row["texts"], row["context"], row["against"]) for row in rows} == {("a.txt+b.txt", "300", "kivi")}
     assert float(rows[3]["kl_ratio"]) == float(rows[3]["kl_ratio_low"]) == 1
@@ -227,8 +230,7 @@ def test_eval_attention_gives_a_number_for_each_layer(folder, tmp_path):
     table = tmp_path / "layers.csv"
     options = ("--tokens", 400, "--csv", table)
     output = invoke("eval", "attention", folder, "--preset", "rtn", "--preset", "unquantized", *options)
-    with table.open(newline="", encoding="utf-8") as file:
-        rows = {(row["preset"], row["layer"]): float(row["error"]) for row in csv.DictReader(file)}
+    rows = {(row["preset"], row["layer"]): float(row["error"]) for row in read_csv(table)}
     assert rows.keys() == {(name, layer) for name in ("rtn", "unquantized") for layer in ("0", "1")}
     assert all(rows["rtn", layer] > 100 * rows["unquantized", layer] for layer in ("0", "1"))
     assert f"{rows['rtn', '1']:.5f}" in output
@@ -255,13 +257,20 @@ def test_eval_generation_writes_rows_and_shows_them(folder, tmp_path):
     text.write_text(prose(), encoding="utf-8")
     options = ("--text-file", text, "--prompts", 2, "--prompt-tokens", 260, "--new-tokens", 5, "--csv", table)
     output = invoke("eval", "generation", folder, "--preset", "default", *options)
-    with table.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(table)
     assert [row["preset"] for row in rows] == 5 * [REFERENCE] + 5 * ["default"]
     assert {(row["text"], row["prompts"], row["prompt_tokens"]) for row in rows} == {("text.txt", "2", "260")}
     assert all(row[name] for row in rows for name in ("hardware", "torch", "transformers", "command", "date"))
     for name in ("length", "unfinished", "repetition", "agreement", "identical"):
         assert name in output
+    output = invoke("eval", "generation", folder, "--preset", "default", "--preset", "kivi", *options)
+    assert "default: skipped" in output
+    assert rows == (more := read_csv(table))[:10]
+    assert [row["preset"] for row in more[10:]] == 5 * ["kivi"]
+    invoke("eval", "report", table, "--out", tmp_path / "page.html", "--pictures")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(f"<td>{row['value']}</td>" in page for row in more)
+    assert len(list(tmp_path.glob("page-*-5-means.png"))) == 1
 
 
 def test_eval_generation_uses_the_chat_template(chat_folder, folder):
@@ -284,8 +293,7 @@ def test_eval_recall_writes_rows_and_shows_the_mean_over_depths(folder, tmp_path
     text.write_text(prose(), encoding="utf-8")
     options = ("--text-file", text, "--probes", 2, "--context", 768, "--depth", 0, "--depth", 1, "--csv", table)
     output = invoke("eval", "recall", folder, "--preset", "kivi", *options)
-    with table.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(table)
     assert [row["preset"] for row in rows] == 12 * [REFERENCE] + 12 * ["kivi"]
     assert [row["depth"] for row in rows] == 2 * (4 * ["0"] + 4 * ["1"] + 4 * ["all"])
     assert {(row["text"], row["probes"], row["context"], row["seed"]) for row in rows} == {
@@ -294,6 +302,13 @@ def test_eval_recall_writes_rows_and_shows_the_mean_over_depths(folder, tmp_path
     assert all(row[name] for row in rows for name in ("hardware", "torch", "transformers", "command", "date"))
     for row in rows:
         assert (f"{float(row['value']):.3g}" in output) or row["depth"] != "all"
+    assert "kivi: skipped" in invoke("eval", "recall", folder, "--preset", "kivi", *options)
+    invoke("eval", "recall", folder, "--preset", "kivi", *options, "--force")
+    assert [{**row, "command": ""} for row in read_csv(table)] == 2 * [{**row, "command": ""} for row in rows]  # seeded
+    invoke("eval", "report", table, "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count("<td>kivi</td>") == 12
+    assert all(f"<td>{row['diff']}</td>" in page for row in rows)
 
 
 @pytest.mark.parametrize(

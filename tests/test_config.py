@@ -97,7 +97,7 @@ def test_presets() -> None:
     assert (default.key_bits, default.value_bits, default.key_group, default.value_group) == (2, 2, 32, None)
     assert (default.metadata, default.equalize, default.num_sinks) == ("float8_e4m3", 0.5, 4)
     quality = OscarConfig.quality()
-    assert quality == dataclasses.replace(default, key_bits=3, key_group=64, metadata="float16")
+    assert quality == dataclasses.replace(default, key_bits=3, key_shrink=1.0)
     four = OscarConfig.four_bit()
     assert (four.key_bits, four.value_bits, four.value_group, four.metadata) == (4, 4, 32, "float16")
     assert (four.key_shrink, four.value_shrink) == (1.0, 1.0)
@@ -126,7 +126,7 @@ def test_presets() -> None:
 
 @pytest.mark.parametrize(
     ("config", "promised"),
-    [(OscarConfig(), 2.42), (OscarConfig.quality(), 3.05), (OscarConfig.four_bit(), 5.04)],
+    [(OscarConfig(), 2.42), (OscarConfig.quality(), 2.92), (OscarConfig.four_bit(), 5.04)],
     ids=["default", "quality", "four_bit"],
 )
 @pytest.mark.parametrize(("head_dim", "heads"), [(128, 8), (128, 4), (128, 2), (64, 8), (256, 4)])

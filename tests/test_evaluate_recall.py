@@ -1,6 +1,7 @@
 """Recall against one full forward pass, against greedy generation, and against what the caches really hold."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from oscar_kv.evaluate.windows import windows
 from oscar_kv.footprint import packed_span
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 from oscar_kv.loading import prose
+from oscar_kv.results import append_rows
 
 CONTEXT = 768  # six blocks; with one token per byte the questions take two chunks
 KEYS = [(kind, metric) for kind in ("needle", "verbatim") for metric in ("exact_match", "log_likelihood")]
@@ -240,3 +242,21 @@ def test_rows_of_a_study(model, tokenizer, filler):
     assert float(found["kivi", "all"]["value"]) == pytest.approx(float(mean.mean()), abs=1e-4)
     assert float(found["kivi", "all"]["low"]) == pytest.approx(float(mean.min()), abs=1e-4)  # three texts
     assert float(found["kivi", "all"]["high"]) == pytest.approx(float(mean.max()), abs=1e-4)
+
+
+def test_recall_is_done_when_all_its_depths_are_there(model, tokenizer, filler, tmp_path):
+    table = tmp_path / "rows.csv"
+    study = RecallStudy(
+        model=model, name="tiny", text="prose", calibration=tokens(300, seed=4)[0], tokenizer=tokenizer,
+        fillers=[filler, filler[:, :640]], depths=[0, 0.5],
+    )  # fmt: skip
+    assert study.done(table) == study.done(None) == set()
+    for rows in study.run(["kivi"]):
+        append_rows(table, rows)
+    assert study.done(table) == {REFERENCE, "kivi"}
+    assert replace(study, fillers=[filler]).done(table) == {REFERENCE, "kivi"}  # one of the contexts
+    for other in ({"depths": [0]}, {"depths": [0, 0.5, 1]}, {"seed": 1}, {"text": "x"}, {"fillers": [filler[:2]]}):
+        assert replace(study, **other).done(table) == set()
+    with table.open("a", encoding="utf-8") as file:
+        file.write(table.read_text(encoding="utf-8").splitlines()[-1].replace("kivi", "rtn") + "\n")
+    assert study.done(table) == {REFERENCE, "kivi"}  # a run that was interrupted

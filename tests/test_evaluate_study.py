@@ -10,14 +10,26 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+import oscar_kv
 from baseline_cases import round_to_nearest
 from models import make_model, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.baselines import RTN, BaselineCache
 from oscar_kv.baselines.capture import capture
-from oscar_kv.evaluate import METHODS, REFERENCE, BlockBootstrap, Study, attention_errors, compare, estimate, pool
+from oscar_kv.evaluate import (
+    ABLATIONS,
+    METHODS,
+    REFERENCE,
+    BlockBootstrap,
+    Study,
+    attention_errors,
+    compare,
+    estimate,
+    pool,
+)
+from oscar_kv.evaluate.figures import pareto_front, pareto_png
 from oscar_kv.evaluate.methods import family
-from oscar_kv.evaluate.report import pareto_front, pareto_png, write_report
+from oscar_kv.evaluate.report import write_report
 
 N = 600
 
@@ -150,10 +162,16 @@ def test_what_a_file_has_is_not_done_again(model, tmp_path):
     assert one.done(tmp_path / "none.csv") == one.done(None) == set()
 
 
+def test_every_ablation_changes_the_predictions(model):
+    with oscar_kv.enable(model):  # so that the cache sees queries
+        rows = [row for rows in study(model).run(["default", "quality", *ABLATIONS]) for row in rows]
+    assert len({row["kl"] for row in rows}) == len(rows) == 3 + len(ABLATIONS)
+
+
 def test_families():
     names = {name: family(name) for name in METHODS}
     assert names["kivi-g128"] == "KIVI"
-    assert names["paper-float-zero"] == "OScaR"
+    assert names["paper-float-zero"] == names["no-sinks"] == "OScaR"
     assert names["turboquant-plus"] == "TurboQuant"
     assert names["hqq-2"] == "transformers hqq"
 

@@ -149,20 +149,17 @@ def pack_codes(codes: Tensor, bits: int, *, tokens_are_rows: bool) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int, dim: int, *, tokens_are_rows: bool) -> Tensor:
     """Inverse of :func:`pack_codes`: uint8 (..., 128, dim)."""
-    fields: Tensor | None = None
+    codes: Tensor | None = None
     shift, start = 0, 0
     for width in _PLANES[bits]:
-        size = BLOCK_TOKENS * dim * width // 8
-        plane = _unpack_plane(packed[..., start : start + size], width, dim // 16) << shift
-        fields = plane if fields is None else fields | plane
-        shift, start = shift + width, start + size
-    assert fields is not None  # every width has a plane
-    n = packed.ndim - 1
-    word, tile, gid, tid, r1, r0, h, byte, position = (n + i for i in range(9))
-    tokens = (word, byte, position, r0, gid) if tokens_are_rows else (word, byte, position, r1, tid, h)
-    channels = (tile, r1, tid, h) if tokens_are_rows else (tile, r0, gid)
-    x = fields.permute(*range(n), *tokens, *channels)  # the one copy that unpacking makes is in reshape
-    return x.reshape(*packed.shape[:-1], BLOCK_TOKENS, dim)
+        plane = packed[..., start : start + BLOCK_TOKENS * dim * width // 8]
+        fields = torch.cat([(plane >> bit) & (2**width - 1) for bit in range(0, 8, width)], dim=-1)
+        places = _places(width, dim, tokens_are_rows, packed.device)
+        part = fields.gather(-1, places.expand(fields.shape)) << shift
+        codes = part if codes is None else codes | part
+        shift, start = shift + width, start + plane.shape[-1]
+    assert codes is not None  # every width has a plane
+    return codes.unflatten(-1, (BLOCK_TOKENS, dim))
 
 
 def order_metadata(x: Tensor) -> Tensor:
@@ -223,19 +220,19 @@ def _pack_plane(tiles: Tensor, width: int) -> Tensor:
     return to_bytes(words.flatten(n))
 
 
-def _unpack_plane(packed: Tensor, width: int, channel_tiles: int) -> Tensor:
-    """Codes of a plane: uint8 (..., word, channel tile, gid, tid, r1, r0, h, byte, position).
+def _places(width: int, dim: int, tokens_are_rows: bool, device: torch.device) -> Tensor:
+    """Where the codes of a block, token by token, lie among the fields of a plane: first those in the lowest bits.
 
     Token tile p is (word, byte, position): words are little-endian, and each half of one is two bytes.
     """
-    n = packed.ndim - 1
-    lead = tuple(range(n))
-    mask = 2**width - 1
+    tiles = dim // 16
+    places = torch.arange(BLOCK_TOKENS * dim, device=device)
     if width == 1:  # r0 is in the byte
-        x = packed.unflatten(-1, (1, channel_tiles, 8, 4, 2, 2, 2))  # (word, tile, gid, tid, r1, h, byte)
-        bits = torch.arange(8, device=x.device, dtype=torch.uint8)
-        x = ((x.unsqueeze(-1) >> bits) & mask).unflatten(-1, (4, 2))  # (..., h, byte, position, r0)
-        return x.permute(*lead, *(n + i for i in (0, 1, 2, 3, 4, 8, 5, 6, 7)))
-    x = packed.unflatten(-1, (width // 2, channel_tiles, 8, 4, 2, 2, 2, 2))
-    bits = width * torch.arange(8 // width, device=x.device, dtype=torch.uint8)
-    return (x.unsqueeze(-1) >> bits) & mask
+        x = places.view(4, 2, 1, tiles, 8, 4, 2, 2, 2)
+        position, r0, word, tile, gid, tid, r1, h, byte = range(9)
+    else:
+        x = places.view(8 // width, width // 2, tiles, 8, 4, 2, 2, 2, 2)
+        position, word, tile, gid, tid, r1, r0, h, byte = range(9)
+    tokens = (word, byte, position, r0, gid) if tokens_are_rows else (word, byte, position, r1, tid, h)
+    channels = (tile, r1, tid, h) if tokens_are_rows else (tile, r0, gid)
+    return x.permute(*tokens, *channels).flatten()

@@ -124,6 +124,14 @@ def check_columns(path: Path, columns: Sequence[str]) -> None:
         raise ValueError(f"{path} has the columns {', '.join(header)}, not {', '.join(columns)}")
 
 
+def read_rows(path: Path | None, **columns: str) -> list[dict[str, str]]:
+    """The rows of a CSV file, which need not be there, that have these values in these columns."""
+    if path is None or not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if columns.items() <= row.items()]
+
+
 def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Append rows with the same columns to a CSV file; a new file gets a header.
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 import oscar_kv
 from oscar_kv import results
-from oscar_kv.cli.shared import TextOption, errors_in_one_line, known_methods, progress_bar, text_of
+from oscar_kv.cli.shared import TextOption, errors_in_one_line, known_methods, progress_bar, remaining, text_of
 from oscar_kv.evaluate import DEFAULT_METHODS, METHODS, Study
 from oscar_kv.evaluate.report import write_report
 from oscar_kv.loading import CALIBRATION_TOKENS, DEMO_MODEL, DEMO_TITLE, calibration_text, first_tokens, load, prose
@@ -57,9 +57,7 @@ def fidelity(
         calibration = first_tokens(tokenizer, calibration_text(), CALIBRATION_TOKENS).to(lm.device)
         study = Study(lm, model, texts, calibration, against)
         done = set() if force else study.done(csv)
-        if skipped := [name for name in chosen if name in done]:
-            console.print(f"{csv} has rows for {', '.join(skipped)}: skipped, --force does them again", soft_wrap=True)
-        todo = [name for name in chosen if name not in done]
+        todo = remaining(chosen, done, csv, console)
         if not todo:
             return
         rows: list[dict[str, str]] = []
@@ -124,10 +122,13 @@ def attention(
 
 @app.command()
 def report(
-    csv: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Rows of eval fidelity.")],
+    csv: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="Rows of eval fidelity, generation or recall.")
+    ],
     out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("fidelity.html"),
+    pictures: Annotated[bool, typer.Option("--pictures", help="Also save each picture beside the page.")] = False,
 ) -> None:
-    """A page with a picture of KL against bytes, and the table, from a CSV file."""
+    """A page with pictures (of fidelity, KL against bytes) and the table, from a CSV file."""
     with errors_in_one_line():
-        write_report(csv, out)
+        write_report(csv, out, pictures=pictures)
         Console().print(f"Report: {out}", soft_wrap=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 import oscar_kv
 from oscar_kv import results
-from oscar_kv.cli.shared import TextOption, errors_in_one_line, known_methods, progress_bar, text_of
+from oscar_kv.cli.shared import TextOption, errors_in_one_line, known_methods, progress_bar, remaining, text_of
 from oscar_kv.evaluate import METHODS, REFERENCE, GenerationStudy, RecallStudy
 from oscar_kv.evaluate.paired import PairedStudy
 from oscar_kv.evaluate.recall import ALL_DEPTHS
@@ -30,7 +30,8 @@ MethodsOption = Annotated[
 ]
 BatchOption = Annotated[int, typer.Option(min=1, help="Texts that are run together.")]
 DtypeOption = Annotated[str, typer.Option(help="The model's dtype: auto (its own), bfloat16, float16 or float32.")]
-CsvOption = Annotated[Path | None, typer.Option(help="Append the rows to this file.")]
+CsvOption = Annotated[Path | None, typer.Option(help="Append the rows to this file; those it has are not done again.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Do again what the file has.")]
 
 
 def generation(
@@ -47,6 +48,7 @@ def generation(
     batch_size: BatchOption = 8,
     dtype: DtypeOption = "auto",
     csv: CsvOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Generate greedily from windows of a text: length, repetition, agreement with the 16-bit cache's tokens."""
     chosen = known_methods(preset or _DEFAULT)
@@ -56,10 +58,12 @@ def generation(
             **_common(lm, tokenizer, model, text_file, batch_size),
             prompts=windows(tokenizer, text_of(text_file), prompts, prompt_tokens, request).to(lm.device),
             new_tokens=new_tokens,
+            request=request or "",
         )
-        rows = _run(study, chosen, prompts * new_tokens, csv)
+        rows = _run(study, chosen, prompts * new_tokens, csv, force)
         title = f"{model}, {lm.dtype}, {prompts} prompts of {prompt_tokens} tokens, at most {new_tokens} new ones"
-        Console().print(_table(rows, study.labels, title))
+        if rows:
+            Console().print(_table(rows, study.labels, title))
 
 
 def recall(
@@ -79,6 +83,7 @@ def recall(
     batch_size: BatchOption = 8,
     dtype: DtypeOption = "auto",
     csv: CsvOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Ask for codes and a sentence that a text has, when they are packed: exact matches and log-likelihoods.
 
@@ -95,10 +100,11 @@ def recall(
             depths=depths,
             seed=seed,
         )
-        rows = _run(study, chosen, probes * len(depths) * sum(lengths), csv)
+        rows = _run(study, chosen, probes * len(depths) * sum(lengths), csv, force)
         title = f"{model}, {lm.dtype}, {probes} texts at {len(depths)} depths"
         shown = [row for row in rows if row["depth"] == ALL_DEPTHS]
-        Console().print(_table(shown, ("context", "kind", "metric"), title))
+        if rows:
+            Console().print(_table(shown, ("context", "kind", "metric"), title))
 
 
 def _common(lm: Any, tokenizer: Any, model: str, text_file: Path | None, batch_size: int) -> dict[str, Any]:
@@ -112,16 +118,23 @@ def _common(lm: Any, tokenizer: Any, model: str, text_file: Path | None, batch_s
     }
 
 
-def _run(study: PairedStudy[Any], presets: Sequence[str], tokens: int, csv: Path | None) -> list[dict[str, str]]:
+def _run(
+    study: PairedStudy[Any], presets: Sequence[str], tokens: int, csv: Path | None, force: bool
+) -> list[dict[str, str]]:
     """The rows of a study, in which each cache takes so many tokens; they are in the file as soon as they are there."""
-    made, rows = results.provenance(), []
+    made, rows, console = results.provenance(), [], Console()
     if csv is not None:  # before hours are spent
         results.check_columns(csv, [*study.columns, *made])
-    with oscar_kv.enable(study.model), progress_bar(Console()) as progress:
-        task = progress.add_task("tokens", total=tokens * (1 + len(presets)))
-        for found in study.run(presets, lambda count: progress.advance(task, count)):
+    done = set() if force else study.done(csv)
+    todo = remaining(presets, done, csv, console)
+    if not todo:
+        return []
+    with oscar_kv.enable(study.model), progress_bar(console) as progress:
+        task = progress.add_task("tokens", total=tokens * (1 + len(todo)))
+        for found in study.run(todo, lambda count: progress.advance(task, count)):
+            found = [row for row in found if row["preset"] not in done]
             rows += found
-            if csv is not None:
+            if csv is not None and found:
                 results.append_rows(csv, [{**row, **made} for row in found])
     return rows
 

@@ -55,6 +55,13 @@ def known_methods(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def remaining(names: Sequence[str], done: set[str], csv: Path | None, console: Console) -> list[str]:
+    """Names that a file has no rows for; says which it has."""
+    if skipped := [name for name in names if name in done]:
+        console.print(f"{csv} has rows for {', '.join(skipped)}: skipped, --force does them again", soft_wrap=True)
+    return [name for name in names if name not in done]
+
+
 def progress_bar(console: Console) -> Progress:
     return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console)
 

@@ -1,5 +1,6 @@
 """What a packed cache changes: predictions and attentions, long generations, and what is recalled of a text."""
 
+from oscar_kv.evaluate.ablations import ABLATIONS
 from oscar_kv.evaluate.attention import attention_errors
 from oscar_kv.evaluate.bootstrap import BlockBootstrap, Estimate, estimate
 from oscar_kv.evaluate.compare import REFERENCE, Fidelity, compare, pool
@@ -9,6 +10,7 @@ from oscar_kv.evaluate.recall import RecallStudy
 from oscar_kv.evaluate.study import Study
 
 __all__ = [
+    "ABLATIONS",
     "DEFAULT_METHODS",
     "METHODS",
     "PRESETS",

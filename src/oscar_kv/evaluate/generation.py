@@ -63,16 +63,19 @@ class GenerationStudy(PairedStudy[list[list[int]]]):
     Args:
         prompts: int64 (prompts, tokens).
         new_tokens: Where a generation is cut off.
+        request: What the prompts ask for, in the rows.
     """
 
     prompts: Tensor
     new_tokens: int
+    request: str = ""
     labels = ("metric",)
 
     @property
     def setting(self) -> Row:
         count, tokens = self.prompts.shape
-        return {"prompts": str(count), "prompt_tokens": str(tokens), "new_tokens": str(self.new_tokens)}
+        sizes = {"prompts": str(count), "prompt_tokens": str(tokens), "new_tokens": str(self.new_tokens)}
+        return {"request": self.request, **sizes}
 
     @property
     def eos(self) -> set[int]:

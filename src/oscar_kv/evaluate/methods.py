@@ -1,4 +1,4 @@
-"""The methods by name: our presets, their variants, and the rivals; and empty caches of each."""
+"""The methods by name: our presets, their variants and ablations, and the rivals; and empty caches of each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from oscar_kv import baselines
 from oscar_kv.baselines import AnyMethod, Method, Peer, make_cache
 from oscar_kv.config import OscarConfig
+from oscar_kv.evaluate.ablations import ABLATIONS
 from oscar_kv.evaluate.compare import REFERENCE
 
 PRESETS = {
@@ -25,14 +26,14 @@ OURS = {
     **PRESETS,
     "paper-float-zero": replace(OscarConfig.paper(), zero_point="float"),
 }
-METHODS: Mapping[str, AnyMethod] = {**OURS, **baselines.METHODS}
+METHODS: Mapping[str, AnyMethod] = {**OURS, **ABLATIONS, **baselines.METHODS}
 DEFAULT_METHODS = (*OURS, "kivi")  # what is compared when nothing is asked for
 
 
 def family(name: str) -> str:
     """The method that an entry of :data:`METHODS` is a setting of."""
     method = METHODS[name]
-    if name in OURS:
+    if name in OURS or name in ABLATIONS:
         return "OScaR"
     if isinstance(method, OscarConfig):
         return "KIVI"

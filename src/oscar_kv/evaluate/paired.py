@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from oscar_kv.evaluate.bootstrap import Estimate, estimate
 from oscar_kv.evaluate.compare import REFERENCE
 from oscar_kv.evaluate.methods import CacheMaker, family
 from oscar_kv.evaluate.study import Row
+from oscar_kv.results import read_rows
 
 Found = TypeVar("Found")
 Labels = tuple[str, ...]
@@ -43,6 +45,17 @@ class PairedStudy(ABC, Generic[Found]):
     @abstractmethod
     def setting(self) -> Row:
         """Further columns that all rows share."""
+
+    def complete(self, found: set[Labels]) -> bool:
+        """Whether rows with these labels are all that this study has of a preset."""
+        return bool(found)
+
+    def done(self, path: Path | None) -> set[str]:
+        """The presets that a CSV file has the rows of this study for, at whatever commit they were made."""
+        found: dict[str, set[Labels]] = {}
+        for row in read_rows(path, **self._shared):
+            found.setdefault(row["preset"], set()).add(tuple(row[label] for label in self.labels))
+        return {preset for preset, labels in found.items() if self.complete(labels)}
 
     @abstractmethod
     def measure(self, make: CacheMaker, progress: Progress = None) -> Found:
@@ -76,15 +89,21 @@ class PairedStudy(ABC, Generic[Found]):
         """Of the rows."""
         return list(self._row(REFERENCE, self.labels, Estimate(0, 0, 0, 0, 0, 0)))
 
-    def _row(self, preset: str, labels: Labels, found: Estimate) -> Row:
+    @property
+    def _shared(self) -> Row:
         return {
-            "method": REFERENCE if preset == REFERENCE else family(preset),
-            "preset": preset,
             "model": self.name,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "text": self.text,
             "batch_size": str(self.batch_size),
             **self.setting,
+        }
+
+    def _row(self, preset: str, labels: Labels, found: Estimate) -> Row:
+        return {
+            "method": REFERENCE if preset == REFERENCE else family(preset),
+            "preset": preset,
+            **self._shared,
             **dict(zip(self.labels, labels, strict=True)),
             **{name: f"{x:.6g}" for name, x in asdict(found).items()},
         }

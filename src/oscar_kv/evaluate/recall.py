@@ -108,6 +108,12 @@ class RecallStudy(PairedStudy[dict[Labels, Tensor]]):
     def setting(self) -> Row:
         return {"probes": str(len(self.fillers[0])), "seed": str(self.seed)}
 
+    def complete(self, found: set[Labels]) -> bool:
+        """Also the mean over the depths must be that of the same depths."""
+        depths = {ALL_DEPTHS, *(f"{x:g}" for x in self.depths)}
+        contexts = [str(filler.shape[1]) for filler in self.fillers]
+        return all({depth for context, depth, *_ in found if context == wanted} == depths for wanted in contexts)
+
     def measure(self, make: CacheMaker, progress: Progress = None) -> dict[Labels, Tensor]:
         """By context, depth, kind and metric, a number per probe, see :func:`score`; depth "all" is the mean."""
         # all of them, before hours are spent

@@ -1,64 +1,83 @@
-"""An HTML page of a study's rows: a picture of KL against bytes, and the table."""
+"""An HTML page of the rows of studies: pictures and tables."""
 
 from __future__ import annotations
 
 import base64
 import csv
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from oscar_kv.evaluate.compare import REFERENCE
-from oscar_kv.evaluate.methods import OURS
+from oscar_kv.evaluate.figures import OURS, Panel, estimate, forest_png, pareto_png, ratio_png
+from oscar_kv.evaluate.recall import ALL_DEPTHS
+from oscar_kv.evaluate.study import Row
 from oscar_kv.extras import import_extra
 
-_SETTING = ("model", "dtype", "context", "texts")
 _PROVENANCE = ("hardware", "oscar_kv", "torch", "transformers", "commit", "command", "date")
-_AXES = {"packed_bits": "bits per packed number", "bits": "bits per cached number, tail and sinks included"}
-_NOISE = "unquantized"  # drawn as a line
-_SMALLEST = 1e-5  # nats; what is drawn of a KL of 0
-_WIDTH, _LINE = 0.8, 1.12  # of a label: in bits, and as a factor of KL
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>KV cache fidelity</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-td, th { padding: .2em .8em; text-align: right; border-bottom: 1px solid #ddd }
-td:first-child, th:first-child, td:nth-child(2), th:nth-child(2) { text-align: left }
-tr.ours { background: #eef5fb }
-img { max-width: 100% }
-small { color: #555 }
-</style>
-<h1>KV cache fidelity</h1>
-<p>Mean KL divergence in nats per token between the predictions with the 16-bit cache and with each method, by teacher
-forcing; 95 % intervals by a block bootstrap over the tokens, with the same resamples for all methods.</p>
-{% for study in studies %}
-<h2>{{ study.title }}</h2>
-<img alt="KL against bits" src="data:image/png;base64,{{ study.picture }}">
-<table>
-<tr><th>preset</th><th>method</th><th>packed bits</th><th>bits</th><th>KL</th><th>95 %</th>
-<th>{{ "KL / KL of " + study.against if study.against else "" }}</th><th>perplexity</th><th>top-1</th></tr>
-{% for row in study.rows %}
-<tr{% if row.preset in ours %} class="ours"{% endif %}><td>{{ row.preset }}</td><td>{{ row.method }}</td>
-<td>{{ row.packed_bits }}</td><td>{{ row.bits }}</td><td>{{ row.kl }}</td>
-<td>{{ row.kl_low }} &ndash; {{ row.kl_high }}</td>
-<td>{% if row.kl_ratio %}{{ row.kl_ratio }} ({{ row.kl_ratio_low }} &ndash; {{ row.kl_ratio_high }}){% endif %}</td>
-<td>{{ "%+.1f" | format(row.ppl_change | float) }} %</td><td>{{ row.top1 }}</td></tr>
-{% endfor %}
-</table>
-{% for made in study.made %}<p><small>{{ made }}</small></p>{% endfor %}
-{% endfor %}
-</html>
-"""
+_LABELS = ("depth", "kind", "metric")  # that tell the rows of a preset apart, where they are there
 
 
-def write_report(table: Path, page: Path) -> None:
-    """Write a page of its own (the pictures are inside) from the rows that ``oscar-kv eval fidelity --csv`` made.
+@dataclass(frozen=True)
+class _Kind:
+    """What the rows of one study share, and its title, of which the last is in the names of files."""
+
+    title: str
+    setting: tuple[str, ...]
+    heading: str
+
+
+_FIDELITY = _Kind("fidelity", ("model", "dtype", "texts", "context"), "{model}, {dtype}, {context} tokens of {texts}")
+_PROBES = {  # by a column that only they have
+    "new_tokens": _Kind(
+        "long generations",
+        ("model", "dtype", "text", "request", "prompts", "prompt_tokens", "new_tokens"),
+        "{model}, {dtype}, {text}: {prompts} prompts of {prompt_tokens} tokens, at most {new_tokens} new ones",
+    ),
+    "probes": _Kind(
+        "recall",
+        ("model", "dtype", "text", "probes", "seed", "context"),
+        "{model}, {dtype}, facts in {probes} texts of {context} tokens of {text}",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Section:
+    """One study: its pictures (PNG, by name), and its table."""
+
+    kind: _Kind
+    rows: Sequence[Row]
+    pictures: Mapping[str, bytes]
+    columns: Sequence[str]
+    cells: Sequence[Sequence[str]]  # of each row; the first is its preset
+
+    @property
+    def title(self) -> str:
+        return self.kind.heading.format(**self.rows[0]).replace("+", ", ")
+
+    @property
+    def name(self) -> str:
+        """For files."""
+        return f"{Path(self.rows[0]['model']).name}-{self.rows[0][self.kind.setting[-1]]}"
+
+    @property
+    def made(self) -> list[str]:
+        return list(dict.fromkeys(", ".join(f"{name} {row[name]}" for name in _PROVENANCE) for row in self.rows))
+
+    @property
+    def encoded(self) -> dict[str, str]:
+        return {name: base64.b64encode(png).decode() for name, png in self.pictures.items()}
+
+
+def write_report(table: Path, page: Path, *, pictures: bool = False) -> None:
+    """Write a page of its own (the pictures are inside) from the rows that ``oscar-kv eval ... --csv`` made.
+
+    Args:
+        table: Rows of fidelity, generation or recall.
+        page: Where the page goes.
+        pictures: Also save each picture beside the page.
 
     Raises:
         ImportError: The extra "plot" is not installed.
@@ -66,78 +85,84 @@ def write_report(table: Path, page: Path) -> None:
     """
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    if not rows or not rows[0].keys() >= {*_SETTING, "preset", "kl_low"}:
-        raise ValueError(f"{table} has no rows of 'oscar-kv eval fidelity'")
-    studies = []
-    rows.sort(key=lambda row: [row[name] for name in _SETTING])
-    for setting, group in groupby(rows, key=lambda row: [row[name] for name in _SETTING]):
-        newest = {row["preset"]: row for row in group}  # a preset that was done again
-        own = sorted(newest.values(), key=lambda row: float(row["packed_bits"]))
-        model, dtype, context, texts = setting
-        studies.append(
-            {
-                "title": f"{model}, {dtype}, {context} tokens of {texts.replace('+', ', ')}",
-                "picture": base64.b64encode(pareto_png(own)).decode(),
-                "rows": own,
-                "against": next((row["against"] for row in own if row["against"]), ""),
-                "made": list(dict.fromkeys(", ".join(f"{k} {row[k]}" for k in _PROVENANCE) for row in own)),
-            }
-        )
-    environment = import_extra("jinja2", "plot").Environment(autoescape=True)
+    columns = rows[0].keys() if rows else ()
+    if {*_FIDELITY.setting, "preset", "kl_low"} <= {*columns}:
+        kind, studies = _FIDELITY, [_fidelity(own) for own in _studies(rows, _FIDELITY, ("preset",))]
+    elif name := next((name for name in _PROBES if name in columns), None):
+        kind, labels = _PROBES[name], tuple(name for name in _LABELS if name in columns)
+        studies = [_probe(kind, own, labels) for own in _studies(rows, kind, ("preset", *labels))]
+    else:
+        raise ValueError(f"{table} has no rows of 'oscar-kv eval fidelity', 'generation' or 'recall'")
+    jinja2 = import_extra("jinja2", "plot")
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+    html = environment.get_template("report.html.j2").render(title=kind.title, studies=studies, ours=OURS)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(environment.from_string(_PAGE).render(studies=studies, ours=set(OURS)), encoding="utf-8")
+    page.write_text(html, encoding="utf-8")
+    for study in studies if pictures else ():
+        for name, png in study.pictures.items():
+            (page.parent / f"{page.stem}-{study.name}-{name}.png").write_bytes(png)
 
 
-def pareto_png(rows: Sequence[Mapping[str, str]]) -> bytes:
-    """KL against bits with its intervals, for packed tokens alone and for everything held, and the front of each."""
-    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=(16, 7), layout="constrained")
-    shown = [row for row in rows if row["preset"] not in (REFERENCE, _NOISE)]
-    noise = [float(row["kl"]) for row in rows if row["preset"] == _NOISE]
-    for axes, (column, label) in zip(figure.subplots(1, len(_AXES), sharey=True), _AXES.items(), strict=True):
-        axes.set_yscale("log")
-        _draw(axes, [(row["preset"], float(row[column]), *_kl(row)) for row in shown])
-        for kl in noise:
-            axes.axhline(max(_SMALLEST, kl), color="#8c8c8c", linestyle=":", label="our cache with 16-bit numbers")
-        axes.set_xlabel(label)
-        axes.set_ylabel("KL(16-bit || method), nats")
-        axes.margins(x=0.15)
-        axes.legend(loc="upper right", fontsize="small")
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    return out.getvalue()
+def _studies(rows: list[Row], kind: _Kind, key: Sequence[str]) -> Iterator[list[Row]]:
+    """The rows of each study; of those with the same key the newest, where something was done again."""
+    rows = sorted(rows, key=lambda row: [row[name] for name in kind.setting])
+    for _, group in groupby(rows, key=lambda row: [row[name] for name in kind.setting]):
+        yield list({tuple(row[name] for name in key): row for row in group}.values())
 
 
-def _kl(row: Mapping[str, str]) -> tuple[float, float, float]:
-    """Mean, low and high, so that they can be drawn on a logarithmic axis."""
-    kl, low, high = (max(_SMALLEST, float(row[name])) for name in ("kl", "kl_low", "kl_high"))
-    return kl, low, high
-
-
-def _draw(axes: Any, points: Sequence[tuple[str, float, float, float, float]]) -> None:
-    """Points: preset, bits, and KL with its interval."""
-    front = pareto_front([(x, kl) for _, x, kl, *_ in points])
-    axes.step(
-        [x for x, _ in front],
-        [kl for _, kl in front],
-        where="post",
-        color="#d62728",
-        linewidth=1,
-        label="nothing is better in both",
+def _fidelity(rows: list[Row]) -> _Section:
+    rows = sorted(rows, key=lambda row: float(row["packed_bits"]))
+    ratios = ratio_png(rows)
+    cells = [
+        (
+            *(row[name] for name in ("preset", "method", "packed_bits", "bits", "kl")),
+            _interval(row["kl_low"], row["kl_high"]),
+            f"{row['kl_ratio']} ({_interval(row['kl_ratio_low'], row['kl_ratio_high'])})" if row["kl_ratio"] else "",
+            row["against"],
+            f"{float(row['ppl_change']):+.1f} %",
+            row["top1"],
+        )
+        for row in rows
+    ]
+    return _Section(
+        kind=_FIDELITY,
+        rows=rows,
+        pictures={"bits": pareto_png(rows), **({"ratio": ratios} if ratios else {})},
+        columns=("preset", "method", "packed bits", "bits", "KL", "95 %", "ratio", "to", "perplexity", "top-1"),
+        cells=cells,
     )
-    labels: list[tuple[float, float]] = []
-    for preset, x, kl, low, high in sorted(points, key=lambda point: -point[2]):
-        color = "#08519c" if preset in OURS else "#6e6e6e"
-        axes.errorbar(x, kl, yerr=[[max(0.0, kl - low)], [max(0.0, high - kl)]], fmt="o", color=color, markersize=4)
-        y = min([kl, *(other / _LINE for at, other in labels if abs(at - x) < _WIDTH)])  # below the other labels
-        labels.append((x, y))
-        place = {"xytext": (5, y), "textcoords": ("offset points", "data"), "va": "center"}
-        axes.annotate(preset, (x, kl), **place, fontsize="x-small", color=color).set_in_layout(False)
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points (bits, KL) that no other beats in both, by bits."""
-    front: list[tuple[float, float]] = []
-    for x, y in sorted(points):
-        if not front or y < front[-1][1]:
-            front.append((x, y))
-    return front
+def _probe(kind: _Kind, rows: list[Row], labels: Sequence[str]) -> _Section:
+    by_labels: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        by_labels.setdefault(tuple(row[name] for name in labels), []).append(row)
+    rows = [row for own in by_labels.values() for row in own]
+    cells = [
+        (
+            *(row[name] for name in ("preset", "method", *labels, "value")),
+            _interval(row["low"], row["high"]),
+            row["diff"],
+            _interval(row["diff_low"], row["diff_high"]),
+        )
+        for row in rows
+    ]
+    panels = [_panel(key, own) for key, own in by_labels.items() if "depth" not in labels or ALL_DEPTHS in key]
+    return _Section(
+        kind=kind,
+        rows=rows,
+        pictures={"means": forest_png(panels)},
+        columns=("preset", "method", *labels, "mean", "95 %", f"minus {REFERENCE}", "95 %"),
+        cells=cells,
+    )
+
+
+def _panel(labels: Sequence[str], rows: Sequence[Row]) -> Panel:
+    points = [estimate(row, "value") for row in rows]
+    bands = [(low, high) for preset, _, low, high in points if preset == REFERENCE]
+    title = ", ".join(label.replace("_", " ") for label in labels if label != ALL_DEPTHS)
+    return Panel(title, points, bands[0] if bands else None)
+
+
+def _interval(low: str, high: str) -> str:
+    return f"{low} \u2013 {high}"

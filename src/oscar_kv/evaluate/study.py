@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,8 @@ from oscar_kv.evaluate.attention import attention_errors
 from oscar_kv.evaluate.bootstrap import BlockBootstrap
 from oscar_kv.evaluate.compare import REFERENCE, Fidelity, compare, pool
 from oscar_kv.evaluate.methods import calibrated, family
+from oscar_kv.results import read_rows
 
-KEY = ("model", "dtype", "preset", "context", "texts")  # what makes a row the same measurement, at any commit
 _AT_A_TIME = 4  # methods that are side by side in memory; rows are complete after so many
 
 Row = dict[str, str]
@@ -43,7 +42,7 @@ class Study:
 
     @property
     def setting(self) -> Row:
-        """The columns that all rows share."""
+        """The columns that all rows share; with the preset, what makes a row the same measurement at any commit."""
         return {
             "model": self.name,
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -53,11 +52,7 @@ class Study:
 
     def done(self, path: Path | None) -> set[str]:
         """The presets that a CSV file has rows of this study for."""
-        if path is None or not path.exists():
-            return set()
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row.keys() >= set(KEY)]
-        return {row["preset"] for row in rows if all(row[key] == x for key, x in self.setting.items())}
+        return {row["preset"] for row in read_rows(path, **self.setting)}
 
     def run(self, presets: Sequence[str], progress: Callable[[int], None] | None = None) -> Iterator[list[Row]]:
         """Measure, a few methods at a time; the first rows are those of the 16-bit cache and of ``against``.
