@@ -105,11 +105,6 @@ class OscarLayer(CacheLayerMixin):
         state = self.state
         return state is not None and state.query_power is not None and min(state.num_blocks) == 0
 
-    def flush_beside(self, stream: torch.cuda.Stream | None) -> None:
-        """Pack on another stream, which the caller waits for; None packs on the current one again."""
-        if self.state is not None:
-            self.state.flush_stream = stream
-
     def advance(self, columns: int) -> None:
         """Count what a replayed CUDA graph does on the device."""
         if self.state is not None:

@@ -90,14 +90,8 @@ class DecodeGraph:
         self._warm_up()
         self._graph, self._epoch = torch.cuda.CUDAGraph(), self.cache.epoch
         device = self._ids.device
-        beside = torch.cuda.Stream(device)  # packing a layer's block holds up no other layer
         with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
-            for layer in self.cache.packed_layers:
-                layer.flush_beside(beside)
             self._logits = self._forward(self.cache)
-            for layer in self.cache.packed_layers:
-                layer.flush_beside(None)
-            torch.cuda.current_stream(device).wait_stream(beside)
 
     def _warm_up(self) -> None:
         """Compile and load what the step needs, with a cache of its own that is thrown away."""
