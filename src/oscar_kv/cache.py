@@ -161,9 +161,11 @@ class OscarLayer(CacheLayerMixin):
         """Hold these tokens instead of any other."""
         self.reset()
         self.state, self.is_initialized = state, state is not None
-        if state is not None and self._host is not None:
+        if state is not None:
+            self.record_past |= state.recording
             state.offload = self._host
-            self._host.add(state)
+            if self._host is not None:
+                self._host.add(state)
 
     def fork(self, cache: OscarCache) -> OscarLayer:
         """The same tokens as a layer of another cache."""
