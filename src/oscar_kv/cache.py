@@ -105,6 +105,11 @@ class OscarLayer(CacheLayerMixin):
         state = self.state
         return state is not None and state.query_power is not None and min(state.num_blocks) == 0
 
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether other caches, or rows, read some of the layer's packed blocks."""
+        return self.state is not None and self.state.first > 0
+
     def advance(self, columns: int) -> None:
         """Count what a replayed CUDA graph does on the device."""
         if self.state is not None:
@@ -161,9 +166,11 @@ class OscarLayer(CacheLayerMixin):
         """Hold these tokens instead of any other."""
         self.reset()
         self.state, self.is_initialized = state, state is not None
-        if state is not None and self._host is not None:
+        if state is not None:
+            self.record_past |= state.recording
             state.offload = self._host
-            self._host.add(state)
+            if self._host is not None:
+                self._host.add(state)
 
     def fork(self, cache: OscarCache) -> OscarLayer:
         """The same tokens as a layer of another cache."""

@@ -41,7 +41,7 @@ class DecodeGraph:
         _check(cache)
         device = cache.packed_layers[0].device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._epoch = -1
+        self._epoch, self._warm = -1, -1  # of the cache at the capture, and at a step before it
         self._ids = torch.zeros(len(cache.timeline.lengths), 1, dtype=torch.long, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._logits: Tensor | None = None
@@ -73,13 +73,16 @@ class DecodeGraph:
         self._ids.copy_(input_ids)
         where = torch.tensor(lengths).unsqueeze(1) if position_ids is None else position_ids
         self._positions.copy_(where)
-        if any(layer.observes_queries for layer in cache.packed_layers):
-            return self._forward(cache)  # what the first block's queries are like is found out in Python
+        layers, new = cache.packed_layers, cache.epoch not in (self._epoch, self._warm)
+        if any(layer.observes_queries or (new and layer.shares_blocks) for layer in layers):
+            # what the first block's queries are like is found out in Python; and what reads shared blocks is compiled
+            self._warm = cache.epoch
+            return self._forward(cache)
         cache.timeline.extend(cache.timeline.columns, len(lengths), 1, None)  # the layers find it done
         if self._graph is None or self._epoch != cache.epoch:
             self._capture()  # which counts for the host, and does nothing on the device yet
         else:
-            for layer in cache.packed_layers:
+            for layer in layers:
                 layer.advance(1)
         assert self._graph is not None
         assert self._logits is not None
