@@ -1114,16 +1114,6 @@ def test_stored_cache_of_something_else() -> None:
     assert torch.equal(first_layer(cache, 0)["records"], held["records"])
 
 
-@pytest.mark.parametrize(("name", "layer"), [("gemma3", "DynamicSlidingWindowLayer"), ("lfm2", "LinearAttentionLayer")])
-def test_state_dict_of_other_layers_is_refused(name: str, layer: str) -> None:
-    """Rather than to leave out what they hold."""
-    model = make_model(name, attention="oscar")
-    cache = oscar_cache(model, OscarConfig())
-    forward(model, tokens(300)[0], cache)
-    with pytest.raises(NotImplementedError, match=layer):
-        cache.state_dict()
-
-
 def test_vocabulary() -> None:
     """Prompts avoid the padding token, so that no test depends on how a row's padding is recognized."""
     ids, mask = tokens(300, 5)

@@ -58,6 +58,14 @@ def test_every_kernel_compiles_without_spills(module: str, arch: str) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_reading_shared_blocks_spills_nothing(arch: str) -> None:
+    for title, source, main, defines in decode.representative(arch)[:8]:
+        usage = resource_usage(nvrtc._compile(source, {**defines, "PIECES": 1}, arch))[main]
+        assert usage.local == 0, title
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
 @pytest.mark.parametrize("name", ODD)
 def test_unusual_configurations_compile(name: str, arch: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from oscar_kv.config import OscarConfig
 from oscar_kv.kernels import decode
 from oscar_kv.kernels.decode import decode_attention
 from oscar_kv.pack import RecordLayout
+from oscar_kv.shared import SharedBlocks
 
 pytestmark = pytest.mark.gpu
 
@@ -25,17 +27,26 @@ CONFIG = OscarConfig()
 PLAIN = replace(CONFIG, token_norm=None, rotate_keys=False, rotate_values=False, equalize=0.0)
 
 
-@pytest.fixture(params=[1, 2, 8, None], ids=["alone", "pair", "cluster", "long"], autouse=True)
+@pytest.fixture(
+    params=[(1, 0), (2, 0), (8, 0), (0, 132), (0, 2)], ids=["alone", "pair", "cluster", "long", "crowded"], autouse=True
+)
 def rows_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short rows in a CTA or a cluster each, or long rows that all multiprocessors share."""
+    """Short rows in a CTA or a cluster each; or long rows that all multiprocessors share, or only two of them.
+
+    So a warp gets one item at most, or many, of several rows and heads.
+    """
+    cluster, ctas = request.param
+    shared = decode._properties(torch.device("cuda"))[1]
 
     def short(layout: RecordLayout, columns: int, units: int, blocks: int, *args: Any) -> Any:
-        cluster, warps = request.param, 2 if blocks < 2 * decode._BUSY_ITEMS else 12
-        if cluster is None:
-            return None
-        return decode._Short(warps, cluster, 1, decode._short_bytes(layout, columns, warps, cluster))
+        warps = 2 if blocks < 2 * decode._BUSY_ITEMS else 12
+        return (
+            decode._Short(warps, cluster, 1, decode._short_bytes(layout, columns, warps, cluster)) if cluster else None
+        )
 
     monkeypatch.setattr(decode, "_short", short)
+    if ctas:
+        monkeypatch.setattr(decode, "_properties", lambda device: (ctas, shared))
 
 
 def case(
@@ -213,6 +224,28 @@ def test_pages_in_any_order() -> None:
     pool[order], norms[order] = packed.records.flatten(0, 1), packed.norms.flatten(0, 1)
     paged = {**c, "packed": PackedBlocks(pool, norms)}
     got = run(paged, table=order.view(2, 6).int())
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, PLAIN, replace(CONFIG, scale_scope="head")], ids=["default", "plain", "head"]
+)
+@pytest.mark.parametrize("cuts", [(2,), (1, 2, 4), (1, 4)])
+def test_shared_blocks_in_pieces(cuts: tuple[int, ...], config: OscarConfig) -> None:
+    """The first blocks in pieces elsewhere, the second of them one that both rows have: the bits of one tensor."""
+    c = case(config, blocks=(6, 4), tails=(9, 20))
+    packed: PackedBlocks = c["packed"]
+    for x in (packed.records, packed.norms):
+        if x is not None:
+            x[1, cuts[0] : cuts[-1]] = x[0, cuts[0] : cuts[-1]]
+    expected = run(c)
+    shared = SharedBlocks()
+    for i, (start, stop) in enumerate(pairwise((0, *cuts))):
+        rows = slice(0, 1) if i else slice(None)
+        piece = packed.part(rows, slice(start, stop))
+        shared = shared.followed_by(PackedBlocks(piece.records.cuda(), on_gpu(piece.norms)))
+    rest = {**c, "packed": packed.part(slice(None), slice(shared.count, None))}
+    got = run(rest, first=shared.count, pieces=shared.table)
     assert torch.equal(got, expected)
 
 

@@ -289,6 +289,56 @@ def test_append_and_flush_are_those_of_the_layer(residual_length: int) -> None:
     same_as(cache)
 
 
+def test_many_rows_pack_in_their_own_steps() -> None:
+    lengths = [1 + 37 * row % 127 for row in range(150)]  # more rows than the kernel looks at at a time
+    cache = fresh_cache(DEFAULT, lengths, (64, 32), 260, torch.bfloat16)
+    state, tail, counters, store = (cache[name] for name in ("state", "tail", "counters", "store"))
+    for step in range(260):
+        keys, values = (x[:, :, step : step + 1] for x in cache["stream"])
+        state.commit(state.append(keys, values, None))
+        append(keys.to(DEVICE), values.to(DEVICE), tail, counters, state.layout)
+        flush(tail, counters, state.layout, *store)
+    assert {*state.num_blocks} == {2, 3}
+    same_as(cache)
+
+
+def test_records_may_begin_with_a_later_block() -> None:
+    """Packing and flushing write the same bytes where the first two blocks of each row are elsewhere."""
+    cache = fresh_cache(DEFAULT, [30, 77], (64, 32), 400, torch.bfloat16)
+    state, tail, counters, store = (cache[name] for name in ("state", "tail", "counters", "store"))
+    records, norms, equalizer, sinks = store
+    later = [torch.zeros_like(x[:, 2:]) for x in (records, norms)]
+    for step in range(400):
+        keys, values = (x[:, :, step : step + 1] for x in cache["stream"])
+        first, target = (2, later) if min(state.num_blocks) >= 2 else (0, (records, norms))
+        state.commit(state.append(keys, values, None))
+        append(keys.to(DEVICE), values.to(DEVICE), tail, counters, state.layout)
+        flush(tail, counters, state.layout, *target, equalizer, sinks, first=first)
+    assert state.num_blocks == [3, 3]
+    assert (records[:, 2:] == 0xFF).all()
+    records[:, 2:], norms[:, 2:] = later
+    same_as(cache)
+
+
+def test_packing_into_records_that_begin_later() -> None:
+    keys, values = (x.to(DEVICE) for x in tokens(DEFAULT, 64, 64, torch.bfloat16))
+    layout = RecordLayout(DEFAULT, 64, 64, torch.bfloat16)
+    rows, heads, length = keys.shape[:3]
+    whole, part = (
+        (
+            torch.zeros(rows, blocks, heads, layout.record_bytes, dtype=torch.uint8, device=DEVICE),
+            torch.zeros(rows, blocks, 1, 128, dtype=torch.bfloat16, device=DEVICE),
+        )
+        for blocks in (5 + length // 128, length // 128 + 2)
+    )
+    plan = torch.tensor([[0] * rows, [length // 128] * rows, [3 + row % 2 for row in range(rows)]], dtype=torch.int32)
+    for (records, norms), first in ((whole, 0), (part, 3)):
+        encode_blocks(keys, values, layout, None, 4, plan.to(DEVICE), records, norms, first)
+    assert whole[0].any()
+    for x, y in zip(whole, part, strict=True):
+        assert torch.equal(x[:, 3:], y)
+
+
 def test_appending_several_tokens_at_once() -> None:
     cache = fresh_cache(DEFAULT, [100, 27], (64, 32), 60, torch.float16)
     state, tail, counters, store = (cache[name] for name in ("state", "tail", "counters", "store"))

@@ -18,6 +18,7 @@ from oscar_kv.attention import attend
 from oscar_kv.codec import PackedBlocks, decode, encode
 from oscar_kv.config import OscarConfig
 from oscar_kv.layer import LayerState
+from oscar_kv.prefix import layer_from, state_of
 from oscar_kv.scale import channel_equalizer
 from oscar_kv.timeline import Timeline
 
@@ -616,7 +617,7 @@ def test_memory_bytes_is_every_tensor() -> None:
 def _store(run: Run) -> dict[str, Any]:
     """Through torch.save, as a file that only holds tensors and plain values."""
     buffer = io.BytesIO()
-    torch.save({"layer": run.layer.state_dict(), "timeline": run.timeline.state_dict()}, buffer)
+    torch.save({"layer": state_of(run.layer), "timeline": run.timeline.state_dict()}, buffer)
     buffer.seek(0)
     stored: dict[str, Any] = torch.load(buffer, weights_only=True)
     return stored
@@ -627,7 +628,7 @@ def _restore(run: Run, stored: dict[str, Any], max_length: int | None = None) ->
     other = copy.copy(run)
     other.timeline = Timeline()
     other.timeline.load_state_dict(stored["timeline"])
-    other.layer = LayerState.from_state_dict(run.config, other.timeline, stored["layer"], max_length)
+    other.layer = layer_from(stored["layer"], run.config, other.timeline, max_length)
     other.keys, other.values = list(run.keys), list(run.values)
     other.columns = [list(x) for x in run.columns]
     return other
@@ -665,7 +666,7 @@ def test_state_of_a_recording_layer() -> None:
 
 def test_state_holds_no_unused_room() -> None:
     run = Run(2, max_length=2000).feed(*_tokens(2, 300))
-    state = run.layer.state_dict()
+    state = state_of(run.layer)
     assert state["records"].shape[1] == state["norms"].shape[1] == 2
     assert state["records"].untyped_storage().nbytes() == state["records"].nbytes
 
@@ -674,7 +675,7 @@ def test_state_is_a_snapshot() -> None:
     """It stays what it was when the cache goes on."""
     run = Run(2).feed(*_tokens(2, 300), None, _holes([250, 300], 300))
     held = _restore(run, _store(run))  # by way of a file: certainly a copy
-    state = {"layer": run.layer.state_dict(), "timeline": run.timeline.state_dict()}
+    state = {"layer": state_of(run.layer), "timeline": run.timeline.state_dict()}
     run.crop(20)
     run.feed(*_tokens(2, 200, seed=5), 30, _holes([100, 150], 200, seed=4))
     first = _restore(held, state)

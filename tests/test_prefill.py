@@ -57,7 +57,7 @@ def _prefill(query: Tensor, view: KVView, device: str = "cpu", **kwargs: Any) ->
     return prefill_attention(
         to(query),
         view.layout,
-        PackedBlocks(to(view.blocks.records), to(view.blocks.norms)),
+        [PackedBlocks(to(view.blocks.records), to(view.blocks.norms))],
         to(view.num_blocks),
         to(view.recent),
         to(view.lengths - 128 * view.num_blocks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import oscar_kv
 
-README = Path(__file__).parents[1] / "README.md"
-EXAMPLES = re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+_EXAMPLE = re.compile(r"<!-- example: (\w+) -->\n```python\n(.*?)```", re.DOTALL)
+EXAMPLES = {
+    name: code
+    for path in ("README.md", "docs/cache.md")
+    for name, code in _EXAMPLE.findall((ROOT / path).read_text("utf-8"))
+}
 
 
 @pytest.fixture
@@ -39,14 +45,21 @@ def model_path(tmp_path: Path) -> str:
 
 def test_examples(model_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(model_path)
-    names = {"MODEL": model_path, "torch": torch}
-    assert [name for name, _ in EXAMPLES] == ["readme", "cache"]
-    for _, code in EXAMPLES:
-        exec(code, names)
+    names: dict[str, Any] = {"MODEL": model_path, "torch": torch}
+    assert list(EXAMPLES) == ["readme", "cache", "fork", "store"]
+    exec(EXAMPLES["readme"], names)
+    exec(EXAMPLES["cache"], names)
     text, numbers = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert text.startswith("The KV cache is")
     assert len(text) > 30
-    cache = oscar_kv.OscarCache(names["model"].config, oscar_kv.OscarConfig.quality())
-    cache.load_state_dict(torch.load("prompt.pt"))
+    model = names["model"]
+    cache = oscar_kv.OscarCache.load("prompt.safetensors", model.config, oscar_kv.OscarConfig.quality())
     assert numbers == f"{cache.memory_bytes()} {cache.bits_per_element()}"
     assert cache.get_seq_length() == len("The KV cache is") + 39  # the last token is not fed back
+    exec(EXAMPLES["fork"], names)
+    answers = capsys.readouterr().out
+    for question in ("Why is that?", "When is it not?"):
+        inputs = names["tokenizer"](names["document"] + question, return_tensors="pt")
+        assert names["tokenizer"].decode(model.generate(**inputs, max_new_tokens=20)[0]) in answers
+    exec(EXAMPLES["store"], names)
+    assert names["cache"].get_seq_length() == len(names["document"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from oscar_kv.codec import PackedBlocks, dequantize_blocks
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.pack import RecordLayout
 from oscar_kv.rotate import rotate
+from oscar_kv.shared import SharedBlocks, blocks_between
 
 _KEY_CHUNK = 1024  # tokens whose scores are held at a time
 _QUERY_CHUNK = 256  # queries whose scores are held at a time
@@ -28,7 +29,7 @@ class KVView:
 
     Args:
         layout: Layout of the records.
-        blocks: Packed blocks (batch, >= num_blocks, ...), or None where no row can have any.
+        blocks: Packed blocks (batch, >= num_blocks, ...), or None where no row can have any; after ``shared`` ones.
         num_blocks: int32 (batch,).
         equalizer: float32 (batch, heads, key_dim) or None.
         sinks: Keys and values (batch, heads, num_sinks, head_dim) of the first slots, or None.
@@ -39,6 +40,7 @@ class KVView:
         columns: int64 (batch, >= lengths) column of the attention mask of each slot; None where slot is column and all
             rows are of one length.
         padded_queries: Whether some of the newest columns, and so of the queries, are padding.
+        shared: The first blocks of each row, where ``blocks`` begins with those that follow.
     """
 
     layout: RecordLayout
@@ -52,6 +54,13 @@ class KVView:
     fresh: int = 0
     columns: Tensor | None = None
     padded_queries: bool = False
+    shared: SharedBlocks = field(default_factory=SharedBlocks)
+
+    @property
+    def parts(self) -> list[PackedBlocks]:
+        """All packed blocks (batch, n, ...), in parts that follow one another."""
+        shared = self.shared.expanded(self.num_blocks.shape[0])
+        return [] if self.blocks is None else [*shared, self.blocks]
 
     @property
     def lengths(self) -> Tensor:
@@ -149,6 +158,8 @@ def _attend_kernel(
         sinks=view.sinks,
         softcap=softcap,
         sink_logits=sink_logits,
+        first=view.shared.count,
+        pieces=view.shared.table,
     )
     return output.transpose(1, 2)
 
@@ -156,11 +167,10 @@ def _attend_kernel(
 def _attend_prefill(
     query: Tensor, view: KVView, scaling: float, mask: Tensor | None, sink_logits: Tensor | None
 ) -> Tensor:
-    assert view.blocks is not None
     return prefill.prefill_attention(
         query,
         view.layout,
-        view.blocks,
+        view.parts,
         view.num_blocks,
         view.recent,
         view.lengths - BLOCK_TOKENS * view.num_blocks,
@@ -305,19 +315,16 @@ def _segments(view: KVView) -> Iterator[_Segment]:
     device = view.lengths.device
     num_blocks = view.num_blocks.unsqueeze(1)
     sinks = 0 if view.sinks is None else view.sinks[0].shape[2]
-    if view.blocks is not None:
-        for start in range(0, view.most_blocks, _KEY_CHUNK // BLOCK_TOKENS):
-            part = slice(start, start + _KEY_CHUNK // BLOCK_TOKENS)
-            records = view.blocks.records[:, part]
-            norms = None if view.blocks.norms is None else view.blocks.norms[:, part]
-            chunk = PackedBlocks(records, norms)
-            keys, values = dequantize_blocks(chunk, view.layout)
-            gain = chunk.token_norms()
-            slots = (BLOCK_TOKENS * start + torch.arange(keys.shape[2], device=device)).unsqueeze(0)
-            valid = (slots >= sinks) & (slots < BLOCK_TOKENS * num_blocks)
-            # unused blocks hold arbitrary bytes: NaN times weight 0 must not reach the sum
-            values = torch.where(valid[:, None, :, None], values, 0.0)
-            yield _Segment(keys, values, gain, slots, valid, packed=True)
+    step = _KEY_CHUNK // BLOCK_TOKENS
+    for start in range(0, 0 if view.blocks is None else view.most_blocks, step):
+        chunk = PackedBlocks.cat(blocks_between(view.parts, start, min(start + step, view.most_blocks)))
+        keys, values = dequantize_blocks(chunk, view.layout)
+        gain = chunk.token_norms()
+        slots = (BLOCK_TOKENS * start + torch.arange(keys.shape[2], device=device)).unsqueeze(0)
+        valid = (slots >= sinks) & (slots < BLOCK_TOKENS * num_blocks)
+        # unused blocks hold arbitrary bytes: NaN times weight 0 must not reach the sum
+        values = torch.where(valid[:, None, :, None], values, 0.0)
+        yield _Segment(keys, values, gain, slots, valid, packed=True)
     if view.sinks is not None and sinks:
         slots = torch.arange(sinks, device=device).unsqueeze(0)
         yield _exact_segment(*view.sinks, slots, (num_blocks > 0).expand(-1, sinks))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
-from dataclasses import asdict
+from os import PathLike
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from oscar_kv import prefix, storage, unpacked
 from oscar_kv.config import OscarConfig
 from oscar_kv.layer import LayerState, Recent
+from oscar_kv.offload import Offload
 from oscar_kv.padding import Padding
 from oscar_kv.timeline import Timeline
 
 ATTENTION_NAME = "oscar"
 HANDOFF = "_oscar_layer"  # attribute of the returned keys by which the attention function finds the layer
-STATE_FORMAT = 2
 _SWITCHED = "make a new OscarCache after set_attn_implementation()"
 
 
@@ -39,10 +41,10 @@ class OscarLayer(CacheLayerMixin):
         self.pending: tuple[Tensor, Tensor] | None = None  # handed over, not yet taken by the attention function
         self._config, self._timeline = cache.oscar_config, cache.timeline
         self._packed, self._max_length = cache.packed, cache.max_length
-        self._padding = cache.padding
+        self._padding, self._host = cache.padding, cache.host
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.state = LayerState(self._config, self._timeline, key_states, value_states, self._max_length)
+        self.state = LayerState(self._config, self._timeline, key_states, value_states, self._max_length, self._host)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -158,7 +160,22 @@ class OscarLayer(CacheLayerMixin):
         self.state, self.pending, self.is_initialized = None, None, False
 
     def offload(self) -> None:
-        raise NotImplementedError("OscarCache does not offload; packed layers stay on their device")
+        raise NotImplementedError("layers of an OscarCache are not moved: use OscarCache(..., offload=True)")
+
+    def adopt(self, state: LayerState | None) -> None:
+        """Hold these tokens instead of any other."""
+        self.reset()
+        self.state, self.is_initialized = state, state is not None
+        if state is not None and self._host is not None:
+            state.offload = self._host
+            self._host.add(state)
+
+    def fork(self, cache: OscarCache) -> OscarLayer:
+        """The same tokens as a layer of another cache."""
+        layer: OscarLayer = unpacked.copied(self)
+        layer._timeline, layer._padding, layer._host = cache.timeline, cache.padding, cache.host
+        layer.state = None if self.state is None else self.state.fork(cache.timeline, cache.host)
+        return layer
 
     def crop(self, tokens_to_remove: int) -> None:
         if self.state is not None and tokens_to_remove:
@@ -192,6 +209,8 @@ class OscarCache(DynamicCache):
         max_length: Allocate for this many tokens, padding included, at once; None lets the cache grow.
         attention_mask: (batch, columns) padding mask of the prompts, 0 for padding. Only needed for a batch without
             attention "oscar", which cannot tell the cache; further columns count as tokens.
+        offload: Keep the packed blocks in host memory. A layer's are on the GPU while it computes, and the next
+            layer's are copied meanwhile.
 
     Raises:
         NotImplementedError: Encoder-decoder models, multi-head latent attention, a head dimension that is no
@@ -206,6 +225,7 @@ class OscarCache(DynamicCache):
         *,
         max_length: int | None = None,
         attention_mask: Tensor | None = None,
+        offload: bool = False,
     ) -> None:
         decoder = check_model(config)
         if max_length is not None and max_length < 1:
@@ -219,6 +239,7 @@ class OscarCache(DynamicCache):
         self.timeline = Timeline(max_length)
         self.epoch = 0  # how often the tensors have been replaced
         self.padding = Padding(attention_mask)
+        self.host = Offload() if offload else None
         super().__init__(config=config)
         self.layers = [OscarLayer(self) if type(layer) is DynamicLayer else layer for layer in self.layers]
         if not self.packed_layers:
@@ -250,6 +271,8 @@ class OscarCache(DynamicCache):
                 self.layers[i] = fresh[i]
         self.timeline.clear()
         self.padding.mask = None
+        if self.host is not None:
+            self.host.clear()
         self.epoch += 1
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -261,6 +284,7 @@ class OscarCache(DynamicCache):
         if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
             raise ValueError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")
         states = self._states()
+        shared = [state.first for state in states]
         for state in states:
             state.check_crop(-tokens_to_remove)
         # the other layers first: they refuse before anything has changed
@@ -268,6 +292,7 @@ class OscarCache(DynamicCache):
             layer.crop(tokens_to_remove)  # type: ignore[union-attr]
         if states and tokens_to_remove:
             self.timeline.crop(-tokens_to_remove)
+        self.epoch += shared != [state.first for state in states]  # blocks that were shared have moved
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row ``beam_idx[i]`` was."""
@@ -292,6 +317,30 @@ class OscarCache(DynamicCache):
             self.timeline.select(rows)
             self.epoch += 1
 
+    def fork(self) -> OscarCache:
+        """A cache that holds the same tokens and goes its own way, such as one of many continuations of one prompt.
+
+        The blocks that are packed when it is made are shared, and never copied: what a fork takes is its tail of
+        newest tokens, and what it packs itself. A batch shares the blocks that all of its rows have.
+
+        Raises:
+            RuntimeError: A pass is under way.
+
+        Example:
+            >>> model(prompt, past_key_values=cache)  # doctest: +SKIP
+            >>> answers = [model.generate(q, past_key_values=cache.fork()) for q in questions]  # doctest: +SKIP
+        """
+        if any(layer.pending is not None for layer in self.packed_layers):
+            raise RuntimeError("a cache cannot be forked in the middle of a pass")
+        other = copy.copy(self)
+        other.timeline, other.padding = self.timeline.copy(), Padding(self.padding.mask)
+        other.host = None if self.host is None else Offload()
+        other.layers = [
+            layer.fork(other) if isinstance(layer, OscarLayer) else unpacked.copied(layer) for layer in self.layers
+        ]
+        self.epoch += 1  # blocks have become shared ones
+        return other
+
     def _states(self) -> list[LayerState]:
         return [layer.state for layer in self.packed_layers if layer.state is not None]
 
@@ -314,7 +363,7 @@ class OscarCache(DynamicCache):
         for state in self._states():
             total.update(state.memory_bytes())
         total["index"] += self.timeline.nbytes + (0 if self.padding.mask is None else self.padding.mask.nbytes)
-        total["other_layers"] += sum(_held_bytes(x) for x in self.layers if not isinstance(x, OscarLayer))
+        total["other_layers"] += sum(unpacked.held_bytes(x) for x in self.layers if not isinstance(x, OscarLayer))
         return {**total, "total": sum(total.values())}
 
     def bits_per_element(self) -> float:
@@ -335,44 +384,80 @@ class OscarCache(DynamicCache):
         """Everything needed to go on later, as tensors and plain values: ``torch.save`` writes it.
 
         Raises:
-            NotImplementedError: The cache has layers that are not packed and hold tokens.
+            NotImplementedError: The cache has a layer that is not packed and cannot be stored.
         """
-        for layer in self.layers:
-            if not isinstance(layer, OscarLayer) and _holds_tokens(layer):
-                raise NotImplementedError(f"state_dict of a cache with a {type(layer).__name__}")
-        layers = {
-            str(i): layer.state.state_dict()
-            for i, layer in enumerate(self.layers)
-            if isinstance(layer, OscarLayer) and layer.state is not None
-        }
-        return {
-            "format": STATE_FORMAT,
-            "config": asdict(self.oscar_config),
-            "num_layers": len(self.layers),
-            "timeline": self.timeline.state_dict(),
-            "padding": self.padding.mask,
-            "layers": layers,
-        }
+        common = {"timeline": self.timeline.state_dict(), "padding": self.padding.mask}
+        return self._identity() | common | prefix.state_of_layers(self.layers)
+
+    def _identity(self) -> dict[str, Any]:
+        return prefix.identity(self._decoder, self.oscar_config, self.layers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave, in a cache made for the same model and configuration.
 
         Raises:
-            ValueError: Another format, configuration or number of layers.
+            ValueError: Another format, configuration or model, or more than ``max_length``: nothing has changed then.
         """
-        own = {"format": STATE_FORMAT, "config": asdict(self.oscar_config), "num_layers": len(self.layers)}
-        for name, value in own.items():
-            if state.get(name) != value:
-                raise ValueError(f"stored cache has {name} {state.get(name)}, this one {value}")
+        prefix.check(state, self._identity())
+        host = None if self.host is None else Offload()
+        states = {
+            int(i): prefix.layer_from(stored, self.oscar_config, self.timeline, self.max_length, host)
+            for i, stored in state["layers"].items()
+        }
+        fresh = DynamicCache(config=self._config).layers
+        others = {int(i): unpacked.from_state_dict(fresh[int(i)], x) for i, x in state["other_layers"].items()}
         self.reset()
         self.timeline.load_state_dict(state["timeline"])
         self.padding.mask = state["padding"]
-        for i, stored in state["layers"].items():
-            layer = self.layers[int(i)]
-            if not isinstance(layer, OscarLayer):
-                raise ValueError(f"stored layer {i} is packed, this model's is not")
-            layer.state = LayerState.from_state_dict(self.oscar_config, self.timeline, stored, self.max_length)
-            layer.is_initialized = True
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, OscarLayer):
+                layer.adopt(states.get(i))
+            else:
+                self.layers[i] = others.get(i, layer)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the cache to a safetensors file, from which :meth:`load` makes it again: a stored prompt.
+
+        Raises:
+            NotImplementedError: The cache has a layer that is not packed and cannot be stored.
+        """
+        storage.write(path, self.state_dict())
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike[str],
+        config: PreTrainedConfig,
+        oscar_config: OscarConfig | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        max_length: int | None = None,
+        offload: bool = False,
+    ) -> OscarCache:
+        """A cache from the file that :meth:`save` wrote.
+
+        Args:
+            path: The file.
+            config: The configuration of the model that it goes on with. Its weights are not compared.
+            oscar_config: Which quantization the file must have; None takes any.
+            device: Where the model computes.
+            max_length: As for :class:`OscarCache`.
+            offload: As for :class:`OscarCache`.
+
+        Raises:
+            ValueError: The file is damaged, or its format, quantization or model are others.
+            FileNotFoundError: There is no such file.
+
+        Example:
+            >>> cache.save("prompt.safetensors")  # doctest: +SKIP
+            >>> cache = OscarCache.load("prompt.safetensors", model.config, device=model.device)  # doctest: +SKIP
+        """
+        state = storage.read(path, device)
+        if oscar_config is None:
+            oscar_config = prefix.config_of(state)
+        cache = cls(config, oscar_config, max_length=max_length, offload=offload)
+        cache.load_state_dict(state)
+        return cache
 
 
 def check_model(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -385,14 +470,3 @@ def check_model(config: PreTrainedConfig) -> PreTrainedConfig:
             "multi-head latent attention (kv_lora_rank): its cache is a compressed latent, not keys and values per head"
         )
     return decoder
-
-
-def _held_bytes(layer: Any) -> int:
-    """Bytes of the tensors of a layer of transformers, which may keep them in dictionaries."""
-    values = [y for x in vars(layer).values() for y in (x.values() if isinstance(x, dict) else (x,))]
-    return sum(x.nbytes for x in values if isinstance(x, Tensor))
-
-
-def _holds_tokens(layer: Any) -> bool:
-    """Whether a layer of transformers has keys and values, or the state of a linear attention."""
-    return bool(getattr(layer, "is_initialized", False)) or any(getattr(layer, "has_previous_state", {}).values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,32 @@ class PackedBlocks:
 
     records: Tensor
     norms: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.records.nbytes + (0 if self.norms is None else self.norms.nbytes)
+
+    def part(self, rows: slice | Tensor, blocks: slice) -> PackedBlocks:
+        """Some blocks of some rows."""
+        return PackedBlocks(self.records[rows, blocks], None if self.norms is None else self.norms[rows, blocks])
+
+    @classmethod
+    def cat(cls, parts: Sequence[PackedBlocks]) -> PackedBlocks:
+        """Parts that follow one another as one; a copy where they are several."""
+        if len(parts) == 1:
+            return parts[0]
+        norms = [part.norms for part in parts if part.norms is not None]
+        return cls(torch.cat([part.records for part in parts], dim=1), torch.cat(norms, dim=1) if norms else None)
+
+    def fill(self, parts: Iterable[PackedBlocks], non_blocking: bool = False) -> None:
+        """Copy the blocks of parts that follow one another, from block 0 on; maybe from or to another device."""
+        start = 0
+        for part in parts:
+            stop = start + part.records.shape[1]
+            self.records[:, start:stop].copy_(part.records, non_blocking=non_blocking)
+            if self.norms is not None and part.norms is not None:
+                self.norms[:, start:stop].copy_(part.norms, non_blocking=non_blocking)
+            start = stop
 
     def token_norms(self) -> Tensor | None:
         """Token norms in natural order: float32 (batch, 1 or heads, 128 * blocks)."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from oscar_kv.kernels import tail as device_tail
 from oscar_kv.kernels.decode import unsupported
 from oscar_kv.kernels.tail import Counters
 from oscar_kv.observe import add_query_power
+from oscar_kv.offload import Offload
+from oscar_kv.shared import SharedBlocks, take_rows
 from oscar_kv.timeline import Timeline
 
 ROLLBACK_TOKENS = 128  # newest tokens that stay in 16 bit while a caller may roll them back
@@ -56,17 +58,27 @@ class LayerState(BlockStore):
         keys: (batch, heads, any, key_dim): shape, dtype and device of what will be stored.
         values: (batch, heads, any, value_dim).
         max_length: Allocate for this many columns at once and never grow; None grows geometrically.
+        offload: Of the cache, where packed blocks are kept in host memory.
 
     Raises:
-        NotImplementedError: The head dimension or dtype is not supported.
+        NotImplementedError: The head dimension, dtype or device is not supported.
         ValueError: ``value_group`` does not divide the head dimension.
     """
 
     def __init__(
-        self, config: OscarConfig, timeline: Timeline, keys: Tensor, values: Tensor, max_length: int | None = None
+        self,
+        config: OscarConfig,
+        timeline: Timeline,
+        keys: Tensor,
+        values: Tensor,
+        max_length: int | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        super().__init__(config, keys, values, 0 if max_length is None else max_length // BLOCK_TOKENS)
-        self.timeline, self.max_length = timeline, max_length
+        capacity = 0 if max_length is None else max_length // BLOCK_TOKENS
+        super().__init__(config, keys, values, capacity, on_host=offload is not None)
+        self.timeline, self.max_length, self.offload = timeline, max_length, offload
+        if offload is not None:
+            offload.add(self)
         self.columns = 0  # columns that this layer has seen
         self.recording = False  # whether the caller may roll back the newest pass
         self.flush_stream: torch.cuda.Stream | None = None  # of a graph's capture, which waits for it at its end
@@ -77,7 +89,11 @@ class LayerState(BlockStore):
 
     def _counters(self, batch: int, device: torch.device) -> Counters | None:
         """Device-side counts of the rows, where kernels pack and attend; the lists of this class mirror them."""
-        if not kernels.usable(device) or unsupported(self.layout, 1, batch, device) is not None:
+        if (
+            self.offload is not None
+            or not kernels.usable(device)
+            or unsupported(self.layout, 1, batch, device) is not None
+        ):
             return None
         return Counters.zeros(batch, device)
 
@@ -121,9 +137,9 @@ class LayerState(BlockStore):
             keys, values = (tail[:, :, : max(lengths)] for tail in (self.tail_keys, self.tail_values))
             return Recent(keys, values, lengths, q_len, on_device=True)
         fits = max(lengths) <= self.tail_keys.shape[2]
-        index = None
-        if step.order is not None or min(old) != longest:
-            index = self._row_index(old, lengths, longest, step.order, q_len)
+        index, order = None, self._here(step.order)
+        if order is not None or min(old) != longest:
+            index = self._row_index(old, lengths, longest, order, q_len)
         recent = []
         for tail, new in ((self.tail_keys, keys), (self.tail_values, values)):
             if index is None and fits:
@@ -134,6 +150,10 @@ class LayerState(BlockStore):
                 tokens = tokens if index is None else _take(tokens, index)
             recent.append(tokens)
         return Recent(recent[0], recent[1], lengths, q_len)
+
+    def _here(self, x: Tensor | None) -> Tensor | None:
+        """What the layers share, on this layer's device: they may have several."""
+        return None if x is None else x.to(self.device)
 
     def _row_index(self, old: list[int], lengths: list[int], longest: int, order: Tensor | None, q_len: int) -> Tensor:
         """For rows of unequal lengths: where in (tail, new) each row's tokens are, int64 (batch, max length)."""
@@ -147,7 +167,7 @@ class LayerState(BlockStore):
         """What the queries of this pass may attend to."""
         most = max(self.num_blocks)
         here = most > 0 or self.counters is not None  # a kernel may run again, in a graph, when there are some
-        blocks = PackedBlocks(self.records, self.norms) if here else None
+        shared, blocks = self._readable() if here else (SharedBlocks(), None)
         sinks = self.sinks if here else None
         if recent.on_device and self.counters is not None:
             num_blocks, lengths, fresh = self.counters.num_blocks, self.counters.lengths, recent.columns
@@ -164,9 +184,16 @@ class LayerState(BlockStore):
             lengths,
             most,
             fresh,
-            columns=self.timeline.column_of_slot,
+            columns=self._here(self.timeline.column_of_slot),
             padded_queries=self.timeline.last is not None and self.timeline.last.order is not None,
+            shared=shared,
         )
+
+    def _readable(self) -> tuple[SharedBlocks, PackedBlocks]:
+        """Packed blocks where the queries are: shared ones, and those that follow."""
+        if self.offload is not None:
+            return self.offload.fetch(self)
+        return self.shared, PackedBlocks(self.records, self.norms)
 
     def commit(self, recent: Recent, query: Tensor | None = None) -> None:
         """Pack the blocks that are complete and keep the rest as the tail.
@@ -194,7 +221,7 @@ class LayerState(BlockStore):
         assert step is not None  # of this pass
         old = [n - count for n, count in zip(recent.lengths, step.counts, strict=True)]
         first = [n + BLOCK_TOKENS * blocks for n, blocks in zip(old, self.num_blocks, strict=True)]
-        add_query_power(self.query_power, query, first, step.counts, step.order, self.config.num_sinks)
+        add_query_power(self.query_power, query, first, step.counts, self._here(step.order), self.config.num_sinks)
 
     def _flush(self, hold: int) -> None:
         """Pack on the device what is complete there, beside what follows if a stream is given for it."""
@@ -203,7 +230,7 @@ class LayerState(BlockStore):
         tail, store = (self.tail_keys, self.tail_values), (self.records, self.norms, self.equalizer, self.sinks)
         assert self.counters is not None
         with torch.cuda.stream(self.flush_stream):
-            device_tail.flush(tail, self.counters, self.layout, *store, self.query_power, hold)
+            device_tail.flush(tail, self.counters, self.layout, *store, self.query_power, hold, self.first)
 
     def advance(self, columns: int) -> None:
         """Count what the replay of a CUDA graph, captured from a pass of so many columns, has done on the device."""
@@ -264,19 +291,22 @@ class LayerState(BlockStore):
         keys, values = recent.keys, recent.values
         most, batch = max(self.num_blocks), self.batch
         if most:
-            norms = None if self.norms is None else self.norms[:, :most]
-            packed = decode(PackedBlocks(self.records[:, :most], norms), self.layout, equalizer=self.equalizer)
-            for tokens, sinks in zip(packed, (self.sink_keys, self.sink_values), strict=True):
+            shared, rest = self._readable()
+            parts = [*shared.expanded(batch), rest.part(slice(None), slice(most - shared.count))]
+            decoded = [decode(x, self.layout, equalizer=self.equalizer) for x in parts if x.records.shape[1]]
+            for tokens, sinks in zip(decoded[0], (self.sink_keys, self.sink_values), strict=True):
                 tokens[:, :, : self.config.num_sinks] = sinks
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(packed, (keys, values), strict=True))
-        if self.timeline.column_of_slot is None:
+            sides = zip(*decoded, (keys, values), strict=True)
+            keys, values = (torch.cat(side, dim=2) for side in sides)
+        column_of_slot = self._here(self.timeline.column_of_slot)
+        if column_of_slot is None:
             return keys, values
         lengths = torch.tensor(self.timeline.lengths, device=self.device).unsqueeze(1)
         slots = torch.arange(max(self.timeline.lengths), device=self.device).unsqueeze(0)
         own = BLOCK_TOKENS * torch.tensor(self.num_blocks, device=self.device).unsqueeze(1)
         index = torch.where(slots < own, slots, BLOCK_TOKENS * most + slots - own).clamp(max=keys.shape[2] - 1)
         columns = self.columns + recent.columns
-        target = self.timeline.column_of_slot[:, : slots.shape[1]]
+        target = column_of_slot[:, : slots.shape[1]]
         target = torch.where(slots < lengths, target, columns)  # one spare column takes what is no token
         out = []
         for tokens in (keys, values):
@@ -312,70 +342,63 @@ class LayerState(BlockStore):
             self.num_blocks[row] = min(self.num_blocks[row], length // BLOCK_TOKENS)
             self.tail_lengths[row] = length - BLOCK_TOKENS * self.num_blocks[row]
         self.columns -= columns
+        self.version += 1
+        self.unshare()
         self._upload_counts()
 
     def select(self, rows: Tensor) -> None:
-        """Make row i what row ``rows[i]`` was."""
-        rows = rows.to(self.device)
-        for name in self.tensors():
-            setattr(self, name, getattr(self, name)[rows])
-        self.num_blocks = [self.num_blocks[row] for row in rows.tolist()]
-        self.tail_lengths = [self.tail_lengths[row] for row in rows.tolist()]
+        """Make row i what row ``rows[i]`` was; copies of an only row share its blocks."""
+        if self.batch == 1 and len(rows) > 1:
+            self.share()
+        self.version += 1
+        self.shared = self.shared.select(rows)
+        for name, x in self.tensors().items():
+            setattr(self, name, take_rows(x, rows))
+        counts = (self.num_blocks, self.tail_lengths)
+        self.take_counts(*([each[row] for row in rows.tolist()] for each in counts))
+
+    def take_counts(self, num_blocks: list[int], tail_lengths: list[int]) -> None:
+        """Blocks and 16-bit tokens of the rows that the tensors are of now."""
+        self.num_blocks, self.tail_lengths = list(num_blocks), list(tail_lengths)
         self.counters = self._counters(self.batch, self.device)
         self._upload_counts()
 
+    def fork(self, timeline: Timeline, offload: Offload | None) -> LayerState:
+        """A copy that goes its own way and holds the same packed blocks, of which every row must have as many."""
+        self.share()
+        other = copy.copy(self)
+        other.timeline, other.offload, other.flush_stream = timeline, offload, None
+        other._own_from(self.first)
+        for name, x in self.tensors().items():
+            if name not in ("records", "norms"):
+                setattr(other, name, x.clone())
+        other.take_counts(self.num_blocks, self.tail_lengths)
+        if offload is not None:
+            offload.add(other)
+        return other
+
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that this layer holds, by attribute."""
+        """Every tensor that this layer holds, by attribute, but for shared blocks."""
         names = ("records", "norms", "equalizer", "query_power", "sink_keys", "sink_values", "tail_keys", "tail_values")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of every tensor that this layer holds, by component."""
-        capacity = self.records.shape[0] * self.records.shape[1]
-        used = sum(self.num_blocks)
-        record = self.records.nbytes // capacity if capacity else 0  # of a block, all heads
-        norms = 0 if self.norms is None or not capacity else self.norms.nbytes // capacity
-        sizes = self.layout.sizes
-        heads = self.records.shape[2]
+        """Bytes of every tensor that this layer holds, by component; of shared blocks too."""
+        heads, sizes = self.records.shape[2], self.layout.sizes
         codes = heads * (sizes["key_codes"] + sizes["value_codes"])
+        record, norms = heads * self.layout.record_bytes, 2 * BLOCK_TOKENS * self.layout.norm_heads(heads)  # of a block
+        own, capacity = sum(self.num_blocks) - self.batch * self.first, self.batch * self.records.shape[1]
+        used = self.shared.stored + own
         return {
             "codes": used * codes,
             "scales_zeros": used * (record - codes),
             "norms": used * norms,
-            "reserved": (capacity - used) * (record + norms),
+            "reserved": (capacity - own) * (record + norms),
             "tail": self.tail_keys.nbytes + self.tail_values.nbytes,
             "sinks": self.sink_keys.nbytes + self.sink_values.nbytes,
             "equalizer": sum(x.nbytes for x in (self.equalizer, self.query_power) if x is not None),
+            "index": 0 if self.shared.table is None else self.shared.table.nbytes,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors without unused room, and plain values."""
-        used = max(self.num_blocks)
-        tensors = {
-            name: (x[:, :used] if name in ("records", "norms") else x).clone() for name, x in self.tensors().items()
-        }
-        counts = {"num_blocks": list(self.num_blocks), "tail_lengths": list(self.tail_lengths)}
-        return {**tensors, **counts, "columns": self.columns, "recording": self.recording}
-
-    @classmethod
-    def from_state_dict(
-        cls, config: OscarConfig, timeline: Timeline, state: dict[str, Any], max_length: int | None
-    ) -> LayerState:
-        """Inverse of :meth:`state_dict`."""
-        if max_length is not None and state["columns"] > max_length:
-            raise ValueError(f"the stored cache has {state['columns']} columns, more than max_length {max_length}")
-        layer = cls(config, timeline, state["tail_keys"], state["tail_values"], max_length)
-        layer.reserve(state["records"].shape[1])
-        for name, own in layer.tensors().items():
-            stored = state[name]
-            if name in ("records", "norms"):
-                own[:, : stored.shape[1]] = stored
-            else:
-                setattr(layer, name, stored.clone())
-        layer.num_blocks, layer.tail_lengths = list(state["num_blocks"]), list(state["tail_lengths"])
-        layer.columns, layer.recording = state["columns"], state["recording"]
-        layer._upload_counts()
-        return layer
 
 
 def _take(tokens: Tensor, index: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ outputs are merged by their log-sum-exp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,6 +20,7 @@ from oscar_kv.codec import PackedBlocks, dequantize_blocks
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.pack import RecordLayout
 from oscar_kv.rotate import rotate
+from oscar_kv.shared import blocks_between
 
 _WORKSPACE_BYTES = 2**28
 _ELEMENT_BYTES = 12  # that dequantizing takes per number, the range before it included (the kernel takes 4)
@@ -48,7 +49,7 @@ class _Partial:
 def prefill_attention(
     query: Tensor,
     layout: RecordLayout,
-    blocks: PackedBlocks,
+    parts: Sequence[PackedBlocks],
     num_blocks: Tensor,
     tail: tuple[Tensor, Tensor],
     tail_lengths: Tensor,
@@ -67,7 +68,7 @@ def prefill_attention(
     Args:
         query: (rows, query heads, q, key_dim); those that are tokens belong to the last tokens of the tail.
         layout: Of the records.
-        blocks: Packed blocks (rows, >= num_blocks, ...).
+        parts: Packed blocks (rows, n, ...), one after the other; together at least num_blocks.
         num_blocks: int (rows): packed blocks.
         tail: Keys and values (rows, heads, n, head_dim), the newest tokens included.
         tail_lengths: int (rows): tokens in the tail.
@@ -99,7 +100,7 @@ def prefill_attention(
         output[rows, :, :n] = _attend_rows(
             query[rows, :, :n],
             layout,
-            PackedBlocks(blocks.records[rows, :count], None if blocks.norms is None else blocks.norms[rows, :count]),
+            [part.part(rows, slice(None)) for part in blocks_between(parts, 0, count)],
             (tail[0][rows, :, :length], tail[1][rows, :, :length]),
             scaling,
             None if equalizer is None else equalizer[rows],
@@ -112,28 +113,28 @@ def prefill_attention(
 def _attend_rows(
     query: Tensor,
     layout: RecordLayout,
-    blocks: PackedBlocks,
+    parts: Sequence[PackedBlocks],
     tail: tuple[Tensor, Tensor],
     scaling: float,
     equalizer: Tensor | None,
     sinks: tuple[Tensor, Tensor] | None,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    """The same for rows of equal lengths: all of the blocks and of the tail are theirs."""
+    """The same for rows of equal lengths: all of the parts and of the tail are theirs."""
     heads, new = tail[0].shape[1], query.shape[2]
-    count, old = blocks.records.shape[1], tail[0].shape[2] - new
+    old = tail[0].shape[2] - new
     grouped = query.unflatten(1, (heads, -1))  # (rows, heads, group, q, key_dim)
     folded = grouped.flatten(2, 3)
     keys, values = tail
     result = _attend_new(grouped, keys[:, :, old:], values[:, :, old:], scaling)
     exact = [(keys[:, :, :old], values[:, :, :old])] if old else []
-    if count and sinks is not None:
+    if parts and sinks is not None:
         exact.append(sinks)
     if exact:
         keys, values = (torch.cat(x, dim=2) for x in zip(*exact, strict=True))
         result = result.merge(_fused(folded, keys, values, scaling))
-    if count:
-        result = result.merge(_attend_packed(folded, layout, blocks, scaling, equalizer, sinks))
+    if parts:
+        result = result.merge(_attend_packed(folded, layout, parts, scaling, equalizer, sinks))
     output = result.output.unflatten(2, grouped.shape[2:4]).flatten(1, 2)
     if sink_logits is not None:
         lse = result.lse.unflatten(2, grouped.shape[2:4]).flatten(1, 2)
@@ -152,7 +153,7 @@ def _attend_new(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> 
 def _attend_packed(
     query: Tensor,
     layout: RecordLayout,
-    blocks: PackedBlocks,
+    parts: Sequence[PackedBlocks],
     scaling: float,
     equalizer: Tensor | None,
     sinks: tuple[Tensor, Tensor] | None,
@@ -164,7 +165,7 @@ def _attend_packed(
         query = (rotate(query) if config.rotate_keys else query).to(dtype)
     num_sinks = 0 if sinks is None else sinks[0].shape[2]
     result: _Partial | None = None
-    for keys, values in _ranges(layout, blocks, num_sinks):
+    for keys, values in _ranges(layout, parts, num_sinks):
         partial = _fused(query, keys, values, scaling)
         result = partial if result is None else result.merge(partial)
     assert result is not None  # there are blocks
@@ -179,15 +180,15 @@ def range_blocks(layout: RecordLayout, rows: int, heads: int) -> int:
     return max(1, _WORKSPACE_BYTES // (_ELEMENT_BYTES * numbers))
 
 
-def _ranges(layout: RecordLayout, blocks: PackedBlocks, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _ranges(layout: RecordLayout, parts: Sequence[PackedBlocks], skip: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of ranges of blocks in the model's dtype, without the first ``skip`` tokens."""
-    rows, count, heads = blocks.records.shape[:3]
-    step = range_blocks(layout, rows, heads)
-    for start in range(0, count, step):
-        norms = None if blocks.norms is None else blocks.norms[:, start : start + step]
-        keys, values = _dequantize(PackedBlocks(blocks.records[:, start : start + step], norms), layout)
-        first = skip if start == 0 else 0
-        yield keys[:, :, first:], values[:, :, first:]
+    for part in parts:
+        rows, count, heads = part.records.shape[:3]
+        step = range_blocks(layout, rows, heads)
+        for start in range(0, count, step):
+            keys, values = _dequantize(part.part(slice(None), slice(start, start + step)), layout)
+            yield keys[:, :, skip:], values[:, :, skip:]
+            skip = 0
 
 
 def _dequantize(blocks: PackedBlocks, layout: RecordLayout) -> tuple[Tensor, Tensor]:

@@ -101,6 +101,11 @@ class Timeline:
     def clear(self) -> None:
         self.columns, self.lengths, self.column_of_slot, self.last = 0, [], None, None
 
+    def copy(self) -> Timeline:
+        other = Timeline(self.max_columns)
+        other.load_state_dict(self.state_dict())
+        return other
+
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that are held while rows have padding."""

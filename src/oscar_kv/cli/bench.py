@@ -29,6 +29,7 @@ class Op(StrEnum):
     ALL = "all"
     DECODE = "decode"
     APPEND = "append"
+    STEP = "step"
     ENCODE = "encode"
 
 

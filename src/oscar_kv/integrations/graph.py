@@ -89,14 +89,15 @@ class DecodeGraph:
     def _capture(self) -> None:
         self._warm_up()
         self._graph, self._epoch = torch.cuda.CUDAGraph(), self.cache.epoch
-        beside = torch.cuda.Stream(self._ids.device)  # packing a layer's block holds up no other layer
-        with torch.cuda.graph(self._graph):
+        device = self._ids.device
+        beside = torch.cuda.Stream(device)  # packing a layer's block holds up no other layer
+        with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
             for layer in self.cache.packed_layers:
                 layer.flush_beside(beside)
             self._logits = self._forward(self.cache)
             for layer in self.cache.packed_layers:
                 layer.flush_beside(None)
-            torch.cuda.current_stream(self._ids.device).wait_stream(beside)
+            torch.cuda.current_stream(device).wait_stream(beside)
 
     def _warm_up(self) -> None:
         """Compile and load what the step needs, with a cache of its own that is thrown away."""
@@ -123,8 +124,12 @@ def _check(cache: OscarCache) -> None:
         raise NotImplementedError(f"a CUDA graph cannot hold layers that are not packed: {', '.join(kinds)}")
     if cache.max_length is None:
         raise ValueError("a CUDA graph needs a cache that does not move: OscarCache(..., max_length=...)")
+    if cache.host is not None:
+        raise NotImplementedError("a CUDA graph cannot wait for blocks in host memory: the cache has offload=True")
     if not cache.timeline.lengths:
         raise ValueError("the cache is empty: run the prompt through the model first")
+    if len(devices := {layer.device for layer in layers}) > 1:
+        raise NotImplementedError(f"a CUDA graph runs on one device, but the layers are on {len(devices)}")
     if any(layer.record_past for layer in layers):
         raise NotImplementedError("a CUDA graph cannot take tokens back: the cache records for that")
     for layer in layers:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from oscar_kv.kernels.compile import architecture, kernel, launch, most_cluster
-from oscar_kv.kernels.encode import layout_key, layout_of, record_defines
+from oscar_kv.kernels.encode import layout_key, layout_of, origin, record_defines
 from oscar_kv.pack import RecordLayout
 
 MAX_COLUMNS = 64  # queries times heads of a group; every 16 of them read the cache once more
 _SPARE = 1024  # bytes of shared memory that the driver takes from a CTA
 _BUSY_ITEMS, _IDLE_ITEMS = 32, 4  # that a warp takes at most in one launch, if the GPU is full or not
+_LARGE, _FEW_BLOCKS = 12_000, 8  # bytes of a record; blocks per warp
 _POINTERS, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -32,11 +33,15 @@ class Args(ctypes.Structure):
         *((name, _LONG) for name in ("norm_row", "norm_block")),
         ("table", _POINTERS),
         ("table_row", _LONG),
+        ("pieces", _POINTERS),
         *((name, _POINTERS) for name in ("num_blocks", "tail_len", "equalizer")),
         *((name, _POINTERS) for name in ("sink_k", "sink_v", "tail_k", "tail_v")),
         *((name, _LONG) for name in ("tail_row_k", "tail_head_k", "tail_row_v", "tail_head_v")),
         *((name, _POINTERS) for name in ("out", "sink_logits", "rotated", "part_o", "part_ml")),
-        *((name, _INT) for name in ("batch", "heads", "group", "q_len", "passes", "num_sinks", "warps", "fresh")),
+        *(
+            (name, _INT)
+            for name in ("batch", "heads", "group", "q_len", "passes", "num_sinks", "warps", "fresh", "first")
+        ),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
 
@@ -75,7 +80,7 @@ def _tiles(columns: int) -> tuple[int, int]:
 def _most_warps(layout: RecordLayout, tiles: int) -> int:
     """Warps of a multiprocessor that have registers for outputs and scores."""
     registers = tiles * (layout.value_dim // 4 + 32)
-    return 12 if registers <= 72 else 8 if registers <= 150 else 4
+    return 16 if registers <= 72 else 8 if registers <= 150 else 4
 
 
 @cache
@@ -116,11 +121,12 @@ def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: 
     share = most // -(-units // multiprocessors)
     warps, cluster = share if share >= 3 else min(most, 4), 1
     if units <= multiprocessors:
-        while cluster < most_cluster(architecture(device)) and cluster * (most // 2) < blocks:
+        while cluster < most_cluster(architecture(device)) and cluster * (most // 4) < blocks:
             if 2 * cluster * units > multiprocessors * (1.0 if cluster == 1 else 0.75):
                 break
             cluster *= 2
-        if cluster * (most // 2) >= blocks:
+        few = 4 if 2 * cluster * units > multiprocessors else 2  # blocks of a warp for which half the warps do
+        if few * cluster * (most // 2) >= blocks:
             warps = max(1, most // 2)
     while _short_bytes(layout, columns, warps, cluster) + _SPARE > shared:
         warps -= 1
@@ -133,12 +139,17 @@ def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: 
 
 
 def _short_bytes(layout: RecordLayout, columns: int, warps: int, cluster: int) -> int:
-    """Shared memory of a CTA: stages, queries, partials of two kinds, what the cluster merges here, and barriers."""
+    """Shared memory of a CTA: stages (partials in the end), queries, maxima and sums, and the cluster's part."""
     tiles, used = _tiles(columns)
     count, spans = tiles * used, -(-layout.value_dim // 128)
-    joint = 2 * cluster * -(-count // cluster) * 32 * (8 + 16 * spans) if cluster > 1 else 0
-    of_warp = stage_bytes(layout, 0) + 2 * count * (4 * layout.value_dim + 8)
+    joint = cluster * -(-count // cluster) * 32 * (8 + 16 * spans) if cluster > 1 else 0
+    of_warp = max(stage_bytes(layout, 0), _aligned(4 * count * layout.value_dim) + 16) + 8 * count
     return warps * of_warp + _aligned(query_bytes(layout, count)) + joint
+
+
+def _merge(columns: int, value_dim: int, multiprocessors: int) -> int:
+    """Warps that share the partials of a column: the fewer columns, the more partials has each."""
+    return 32 if columns <= multiprocessors and value_dim <= 256 else 8 if columns < 8 * multiprocessors else 1
 
 
 def _row_bytes(batch: int) -> int:
@@ -153,7 +164,9 @@ def _properties(device: torch.device) -> tuple[int, int]:
 
 
 @cache
-def defines(layout: RecordLayout, *, tiles: int, used: int, softcap: bool, equalized: bool) -> dict[str, int | str]:
+def defines(
+    layout: RecordLayout, *, tiles: int, used: int, softcap: bool, equalized: bool, pieces: bool = False
+) -> dict[str, int | str]:
     """Preprocessor definitions of csrc/decode.cu and csrc/decode_short.cu, but for those of the launch."""
     config = layout.config
     return {
@@ -163,6 +176,7 @@ def defines(layout: RecordLayout, *, tiles: int, used: int, softcap: bool, equal
         "ROTK": int(config.rotate_keys),
         "ROTV": int(config.rotate_values),
         "SOFTCAP": int(softcap),
+        "PIECES": int(pieces),
         "NT": tiles,
         "QCOLS": used,
     }
@@ -184,6 +198,8 @@ def decode_attention(
     sinks: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    first: int = 0,
+    pieces: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the newest tokens over everything cached; sums are fp32 and in a fixed order.
 
@@ -202,6 +218,8 @@ def decode_attention(
         sinks: Keys and values (rows, heads, num_sinks, head_dim) of the first tokens.
         softcap: Scores become ``softcap * tanh(score / softcap)``.
         sink_logits: (query heads,) learned sinks.
+        first: The block of each row that ``records`` and ``norms`` begin with.
+        pieces: Where the blocks before that are, int64 (pieces, 5): :attr:`oscar_kv.shared.SharedBlocks.table`.
 
     Returns:
         (rows, q, query heads, value_dim).
@@ -209,6 +227,7 @@ def decode_attention(
     return _decode_attention(
         query, records, norms, table, num_blocks, tail_lengths, equalizer, *(sinks or (None, None)), *tail,
         None if sink_logits is None else sink_logits.float(), layout_key(layout), scaling, softcap or 0.0, fresh,
+        first, pieces,
     )  # fmt: skip
 
 
@@ -230,6 +249,8 @@ def _decode_attention(
     scaling: float,
     softcap: float,
     fresh: int,
+    first: int = 0,
+    pieces: Tensor | None = None,
 ) -> Tensor:
     layout, device = layout_of(key), query.device
     batch, q_heads, q_len, _ = query.shape
@@ -241,29 +262,33 @@ def _decode_attention(
         raise NotImplementedError(unsupported(layout, columns, batch, device))
     tiles, used, warps = shape
     passes = -(-columns // (8 * tiles))
-    units = batch * heads * passes
+    units, blocks = batch * heads * passes, first + (records if table is None else table).shape[1]
+    if layout.record_bytes > _LARGE and units * blocks < _FEW_BLOCKS * warps * multiprocessors:
+        warps = min(warps, 12)  # more would ask for too much at once
     paged = table is not None
     out = query.new_empty(batch, q_len, q_heads, layout.value_dim)
     args = Args(
         query.data_ptr(), *query.stride()[:3],
-        records.data_ptr(), 0 if paged else records.stride(0), records.stride(-3),
-        _address(norms), *((0, 0) if norms is None else (0 if paged else 2 * norms.stride(0), 2 * norms.stride(-3))),
-        _address(table), 0 if table is None else table.stride(0),
+        origin(records, first), 0 if paged else records.stride(0), records.stride(-3),
+        origin(norms, first),
+        *((0, 0) if norms is None else (0 if paged else 2 * norms.stride(0), 2 * norms.stride(-3))),
+        _address(table), 0 if table is None else table.stride(0), _address(pieces),
         *(_address(x) for x in (num_blocks, tail_lengths, equalizer, sink_keys, sink_values, tail_keys, tail_values)),
         *tail_keys.stride()[:2], *tail_values.stride()[:2], *(_address(x) for x in (out, sink_logits)), 0, 0, 0,
         batch, heads, q_heads // heads, q_len, passes, 0 if sink_keys is None else sink_keys.shape[2],
-        warps * multiprocessors, fresh, scaling, softcap,
+        warps * multiprocessors, fresh, first, scaling, softcap,
     )  # fmt: skip
-    flags = defines(layout, tiles=tiles, used=used, softcap=softcap != 0.0, equalized=equalizer is not None)
-    short = _short(layout, columns, units, (records if table is None else table).shape[1], device)
+    has = {"softcap": softcap != 0.0, "equalized": equalizer is not None, "pieces": pieces is not None}
+    flags = defines(layout, tiles=tiles, used=used, **has)
+    short = _short(layout, columns, units, blocks, device)
     if short is not None:
         code = kernel("decode_short.cu", "decode_short", {**flags, **short.flags}, device)
         grid, block = units * short.cluster, 32 * short.warps
         launch(code, grid, block, short.shared, (bytes(args),), device, dependent=True, cluster=short.cluster)
         return out
-    slots = 2 * units + warps * multiprocessors
+    slots = units + warps * multiprocessors
     tasks = units * tiles * used
-    merge = 8 if tasks < 8 * multiprocessors else 1  # warps that share the partials of a column
+    merge = _merge(tasks, layout.value_dim, multiprocessors)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -275,7 +300,7 @@ def _decode_attention(
     for name, grid, block, memory in (
         ("rotate_queries", units, 32, 0),
         ("decode", multiprocessors, 32 * warps, warps * stage + _row_bytes(batch)),
-        ("combine", -(-tasks * merge // 8), 256, 0),
+        ("combine", -(-tasks * merge // max(merge, 8)), 32 * max(merge, 8), 0),
     ):
         code = kernel("decode.cu", name, {**flags, "WARPS": warps, "MERGE": merge}, device)
         launch(code, grid, block, memory, (bytes(args),), device, dependent=True)

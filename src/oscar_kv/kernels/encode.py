@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METADATA = ("float16", "bfloat16", "float8_e4m3")
 NORMS = (None, "l2", "max", "mean_abs")
 _NORM_TOKENS, _NORM_THREADS = 32, 256  # of a token_norms CTA
-_STATIC_SHARED = 8192  # bytes of shared memory that the kernels use besides, at the largest head dimension
+_STATIC_SHARED = 12288  # bytes of shared memory that the kernels use besides, at the largest head dimension
 _SHARED_KIB = {"sm_80": 163, "sm_90a": 227, "sm_100a": 227, "sm_100": 227}  # what a CTA can have
 _SMALLEST_SHARED_KIB = 99  # of the other architectures
 
@@ -41,7 +41,7 @@ class Args(ctypes.Structure):
         ("query_power", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("rows", "tokens", "capacity", "residual_length")),
         *((name, ctypes.c_void_p) for name in ("tail_keys", "tail_values", "lengths", "totals", "num_blocks")),
-        *((name, ctypes.c_void_p) for name in ("plan", "barrier")),
+        *((name, ctypes.c_void_p) for name in ("blocks_before", "arrived", "norms_done")),
     )
 
 
@@ -140,13 +140,18 @@ def arguments(keys: Tensor, values: Tensor, **others: Tensor | float | None) -> 
     return args
 
 
-def destination(records: Tensor, norms: Tensor | None) -> dict[str, Tensor | float | None]:
-    """Fields of :class:`Args` that say where the records and norms of a layer are."""
-    places: dict[str, Tensor | float | None] = {"records": records, "norms": norms}
+def destination(records: Tensor, norms: Tensor | None, first: int) -> dict[str, int]:
+    """Fields of :class:`Args` that say where the records and norms of a layer are, which hold blocks from first on."""
+    places = {"records": origin(records, first), "norms": origin(norms, first)}
     places.update(zip(("record_row", "record_block"), records.stride(), strict=False))
     if norms is not None:
         places.update(zip(("norm_row", "norm_block"), norms.stride(), strict=False))
     return places
+
+
+def origin(x: Tensor | None, first: int) -> int:
+    """The address that block 0 would have in x (rows, blocks, ...) which holds blocks from ``first`` on; 0 for None."""
+    return 0 if x is None else x.data_ptr() - first * x.stride(1) * x.itemsize
 
 
 def encode_blocks(
@@ -158,6 +163,7 @@ def encode_blocks(
     plan: Tensor,
     records: Tensor,
     norms: Tensor | None,
+    first: int = 0,
 ) -> None:
     """Pack blocks of each row into its records. Nothing here needs the host to know the rows' lengths.
 
@@ -168,12 +174,13 @@ def encode_blocks(
         equalizer: float32 (rows, heads, key_dim), or None.
         num_sinks: Tokens that a row's first block (place 0) leaves out of its statistics.
         plan: int32 (3, rows), contiguous. For each row: the token at which the first block to pack starts; the number
-            of blocks, at most ``tokens // 128``; and where in the row's records the first of them goes.
+            of blocks, at most ``tokens // 128``; and which block of the row the first of them is.
         records: uint8 (rows, blocks, heads, record bytes), written.
         norms: bfloat16 (rows, blocks, 1 or heads, 128), written; None without token scaling.
+        first: The block of each row that ``records`` and ``norms`` begin with.
     """
     check_norms(layout, norms)
-    _encode_blocks(keys, values, equalizer, plan, records, norms, layout_key(layout), num_sinks)
+    _encode_blocks(keys, values, equalizer, plan, records, norms, layout_key(layout), num_sinks, first)
 
 
 def check_norms(layout: RecordLayout, norms: Tensor | None) -> None:
@@ -192,6 +199,7 @@ def _encode_blocks(
     norms: Tensor | None,
     layout: str,
     num_sinks: int,
+    first: int = 0,
 ) -> None:
     rows, heads, tokens = keys.shape[:3]
     most, device = tokens // BLOCK_TOKENS, keys.device
@@ -202,7 +210,7 @@ def _encode_blocks(
     starts, counts, places = plan
     args = arguments(
         keys, values, starts=starts, counts=counts, places=places, equalizer=equalizer, num_sinks=num_sinks,
-        **destination(records, norms),
+        **destination(records, norms, first),
     )  # fmt: skip
     if norms is not None:
         grid = (most * BLOCK_TOKENS // _NORM_TOKENS, norms.shape[2], rows)

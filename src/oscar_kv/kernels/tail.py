@@ -17,20 +17,22 @@ from oscar_kv.kernels.compile import architecture, kernel, launch
 from oscar_kv.kernels.encode import aligned, arguments, check_norms, defines, destination, layout_key, layout_of
 from oscar_kv.pack import RecordLayout
 
+_COUNTERS = ("lengths", "totals", "num_blocks", "blocks_before", "arrived", "norms_done")  # fields of the kernels
+
 
 @dataclass(frozen=True)
 class Counters:
     """What a layer knows of its rows, on the device.
 
     Args:
-        data: int32 (7, rows), contiguous.
+        data: int32 (6, rows), contiguous.
     """
 
     data: Tensor
 
     @classmethod
     def zeros(cls, rows: int, device: torch.device) -> Counters:
-        return cls(torch.zeros(7, rows, dtype=torch.int32, device=device))
+        return cls(torch.zeros(len(_COUNTERS), rows, dtype=torch.int32, device=device))
 
     @property
     def lengths(self) -> Tensor:
@@ -83,6 +85,7 @@ def flush(
     sinks: tuple[Tensor, Tensor] | None,
     query_power: Tensor | None = None,
     hold: int = 0,
+    first: int = 0,
 ) -> None:
     """Pack the complete blocks of each row out of the tail, and move the rest to its front.
 
@@ -96,11 +99,12 @@ def flush(
         sinks: (rows, heads, num_sinks, dim) of keys and values, or None.
         query_power: float64 (rows, heads, key_dim), or None: see :func:`~oscar_kv.kernels.encode.start_rows`.
         hold: Tokens beyond ``residual_length`` that stay in the tail.
+        first: The block of each row that ``records`` and ``norms`` begin with.
     """
     check_norms(layout, norms)
     _flush(
         *tail, counters.data, records, norms, equalizer, *(sinks or (None, None)), query_power, layout_key(layout),
-        layout.config.residual_length + hold,
+        layout.config.residual_length + hold, first,
     )  # fmt: skip
 
 
@@ -120,15 +124,15 @@ def _flush(
     query_power: Tensor | None,
     layout: str,
     residual_length: int,
+    first: int = 0,
 ) -> None:
     config, device = layout_of(layout).config, tail_keys.device
-    starts, counts, places = counters[3:6]
     args = arguments(
-        tail_keys, tail_values, starts=starts, counts=counts, places=places, residual_length=residual_length,
+        tail_keys, tail_values, residual_length=residual_length,
         equalizer=equalizer, exponent=config.equalize, query_power=query_power,
         query_exponent=config.equalize_queries, sink_keys=sink_keys, sink_values=sink_values,
         num_sinks=0 if sink_keys is None else sink_keys.shape[2],
-        **_fields(counters, tail_keys, tail_values, layout_of(layout)), **destination(records, norms),
+        **_fields(counters, tail_keys, tail_values, layout_of(layout)), **destination(records, norms, first),
     )  # fmt: skip
     flags = _defines(layout, device)
     rows, heads = tail_keys.shape[:2]
@@ -143,9 +147,8 @@ for _operator in (_append, _flush):
 
 def _fields(counters: Tensor, tail_keys: Tensor, tail_values: Tensor, layout: RecordLayout) -> dict[str, Tensor | int]:
     """Fields of the kernels' arguments that describe the tail."""
-    names = {"lengths": 0, "totals": 1, "num_blocks": 2, "plan": 3, "barrier": 6}
     return {
-        **{name: counters[row] for name, row in names.items()},
+        **dict(zip(_COUNTERS, counters, strict=True)),
         "tail_keys": tail_keys,
         "tail_values": tail_values,
         "capacity": tail_keys.shape[2],

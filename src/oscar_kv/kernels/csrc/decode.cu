@@ -2,20 +2,20 @@
 // rotate_queries, decode, combine.
 //
 // The warps of a persistent grid walk ranges of a flat list of items. An item is a packed block of 128 tokens or a tile
-// of 16 exact (16-bit) tokens of one (row, KV head, pass); a pass is 8 * NT columns, and a column is one query of the
-// group: column = query * group + head. Keys and values are the A operands (16 x 16 tiles straight from the packed
+// of 16 exact (16-bit) tokens of one (row, KV head, pass), a unit; a pass is 8 * NT columns, and a column is one query of
+// the group: column = query * group + head. Keys and values are the A operands (16 x 16 tiles straight from the packed
 // words), queries and probabilities the B operands, so scores and outputs are transposed:
 //     S^T (tokens, columns) = K Q^T          O^T (channels, columns) = V^T P^T
 // Codes are subnormal fp16 numbers: a masked word is code * 2^(pexp - 24). Key scales multiply the query, value scales
 // the probabilities, the token norm the score row; centers are one more small product each.
 //
-// Consecutive items of a range that belong to the same segment (row, head, pass, packed or exact) accumulate in
-// registers and leave as one partial (O, maximum, sum) in slot (segment + range), which is unique. `combine` merges a
-// segment's partials in a fixed order, rotates the packed part back, and adds the exact part.
+// Consecutive items of a range that belong to the same unit accumulate in registers and leave as one partial (O, maximum,
+// sum) in slot (unit + range), which is unique. Exact items of a unit come first: what they add up to is rotated as packed
+// values are, and goes on from there. `combine` merges a unit's partials in a fixed order and rotates the sum back.
 //
 // Defines: KD VD head dims; KBITS VBITS 2|3|4|8; KGROUP VGROUP; META 0 f16 1 bf16 2 e4m3; BF16 model dtype; NORM 0
 // none 1 shared by heads 2 per head; EQUAL ROTK ROTV SOFTCAP 0|1; NT column tiles; QCOLS columns of a tile in use, 1 2 4
-// or 8; WARPS per CTA; MERGE warps per column of combine, 1 or 8.
+// or 8; WARPS per CTA; MERGE warps per column of combine, 1, 8 or 32.
 
 #include "combine.cuh"
 #include "queries.cuh"
@@ -61,14 +61,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(const __grid_
   Item cur;
   cur.rows = rows;
   locate(a, prefix, split.start(range), cur);
-  // packed keys and values are on their way while new tokens are still being stored and queries rotated
+  // packed keys are on their way while new tokens are still being stored and queries rotated
   const bool ahead = PTX_90 && cur.packed();
   if (!ahead) wait_for_launch();
   fetch<true>(a, cur, ks, bars, lane, qs, true, ahead);
-  fetch<false>(a, cur, vs, bars + 8, lane);
   if (ahead) wait_for_launch();
   allow_launch();
-  if (ahead) fetch_queries(a, cur, qs, bars, lane);
+  if (ahead) {
+    fetch_queries(a, cur, qs, bars, lane);
+    wait(bars, 0, true);  // values take their turn after everyone's first keys
+  }
+  fetch<false>(a, cur, vs, bars + 8, lane);
   State st;
   st.clear();
   u32 phase = 0;
@@ -76,10 +79,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(const __grid_
     Item next = cur;
     if (left > 1) next.advance(a);
     const bool fresh = next.pair != cur.pair || next.row != cur.row || !cur.packed();
-    attend_item(a, cur, next, left > 1, fresh, ks, vs, qs, bars, lane, phase, st);
-    const int segment = cur.segment(a);
-    if (left == 1 || next.segment(a) != segment) {
-      store_partial(a.part_o, a.part_ml, segment + range, cur.packed(), lane, st);
+    const int unit = cur.unit(a);
+    const bool ends = left == 1 || next.unit(a) != unit;
+    attend_item(a, cur, next, left > 1, fresh, ends || next.packed(), ks, vs, qs, bars, lane, phase, st);
+    if (ends) {
+      const long slot = (long)(unit + range) * (NT * QCOLS);
+      store_partial(a.part_o + slot * VD, a.part_ml + slot, lane, st);
       if (left == 1) return;
       st.clear();
     }

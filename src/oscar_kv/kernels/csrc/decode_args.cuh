@@ -31,6 +31,10 @@ __host__ __device__ constexpr int pexp(int bits, int p) {
 __host__ __device__ constexpr float pow2(int e) { return e < 0 ? 1.0f / (1u << -e) : (float)(1u << e); }
 constexpr int VE = VBITS == 8 ? 0 : VBITS == 4 ? 4 : 8;  // largest pexp of the values
 
+struct Piece {  // of blocks that caches share: as if it had block 0, `row` bytes from row to row, up to block `end`
+  long records, norms, record_row, norm_row, end;
+};
+
 struct Args {
   const u16* q;  // (batch, query heads, QL, KD) strided
   long q_row, q_head, q_tok;
@@ -40,6 +44,7 @@ struct Args {
   long norm_row, norm_block;
   const int* table;  // (batch, table_row) pages, or null
   long table_row;
+  const Piece* pieces;  // of the blocks before `first`, which `records` does not have, or null
   const int* num_blocks;  // (batch)
   const int* tail_len;    // (batch): tokens in the tail but for the `fresh` newest
   const float* equalizer;  // (batch, heads, KD)
@@ -49,8 +54,8 @@ struct Args {
   u16* out;  // (batch, QL, query heads, VD) contiguous
   const float* sink_logits;  // (query heads) or null
   char* rotated;    // (batch, pairs, Q_BYTES): what `rotate_queries` made
-  float* part_o;    // (slots, NT * QCOLS, VD)
-  float2* part_ml;  // (slots, NT * QCOLS): maximum (log2) and sum
-  int batch, heads, group, q_len, passes, num_sinks, warps, fresh;  // warps: of the whole grid
+  float* part_o;    // (units + warps, NT * QCOLS, VD)
+  float2* part_ml;  // (units + warps, NT * QCOLS): maximum (log2) and sum
+  int batch, heads, group, q_len, passes, num_sinks, warps, fresh, first;  // warps: of the whole grid
   float scaling, softcap;
 };

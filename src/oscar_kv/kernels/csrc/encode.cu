@@ -4,9 +4,15 @@
 #include "encode.cuh"
 #include "start.cuh"
 
+// Block `number` of those that a row packs.
+__device__ __forceinline__ Spot spot_of(const Args& a, int row, int number) {
+    return {row, a.starts[row] + BLOCK_TOKENS * number, a.places[row] + number};
+}
+
 // Grid (heads, rows): for rows whose next block is their first.
 extern "C" __global__ void __launch_bounds__(256) start_rows(const __grid_constant__ Args a) {
-    if (a.counts[blockIdx.y] && a.places[blockIdx.y] == 0) start_row(a, blockIdx.y, blockIdx.x);
+    const Spot spot = spot_of(a, blockIdx.y, 0);
+    if (a.counts[spot.row] && spot.place == 0) start_row(a, spot, blockIdx.x);
 }
 
 // Grid (2 * heads, most blocks, rows): keys and values alternate, so that each multiprocessor has some of both.
@@ -14,9 +20,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) encode_blocks(const 
     const int head = blockIdx.x / 2, block = gridDim.y - 1 - blockIdx.y, row = gridDim.z - 1 - blockIdx.z;
     if (block < a.counts[row]) {
         if (blockIdx.x % 2 == 0)
-            encode_side<true>(a, row, head, block);
+            encode_side<true>(a, spot_of(a, row, block), head);
         else
-            encode_side<false>(a, row, head, block);
+            encode_side<false>(a, spot_of(a, row, block), head);
     }
     wait_for_launch();  // what follows this kernel also follows token_norms
 }
@@ -28,5 +34,5 @@ extern "C" __global__ void __launch_bounds__(256) token_norms(const __grid_const
     const int block = blockIdx.x / CTAS_PER_BLOCK, row = blockIdx.z;
     if (block >= a.counts[row]) return;
     const int first_token = blockIdx.x % CTAS_PER_BLOCK * NORM_TOKENS;
-    norms_of_tokens(a, row, block, first_token, SCOPE ? blockIdx.y : 0, SCOPE ? 1 : a.heads);
+    norms_of_tokens(a, spot_of(a, row, block), first_token, SCOPE ? blockIdx.y : 0, SCOPE ? 1 : a.heads);
 }

@@ -40,7 +40,7 @@ __device__ __forceinline__ void prepare_equalizer(float2* to, const float* equal
 
 // Pack keys or values of one block and head.
 template <bool KEYS>
-__device__ __forceinline__ void encode_side(const Args& a, int row, int head, int block) {
+__device__ __forceinline__ void encode_side(const Args& a, Spot spot, int head) {
     using S = Side<KEYS>;
     // values of sinks, and keys that are not finite and have no norm to say so
     constexpr bool ZERO = KEYS ? NORM == 0 : !S::TENSOR;
@@ -51,10 +51,10 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
     float* tile = reinterpret_cast<float*>(dynamic + S::GROUPS);                    // (128, PITCH)
     float2* equalizer = reinterpret_cast<float2*>(tile + BLOCK_TOKENS * S::PITCH);  // (KD)
 
-    const int thread = threadIdx.x, place = a.places[row] + block, token_stride = KEYS ? a.key_token : a.value_token;
+    const int thread = threadIdx.x, row = spot.row, place = spot.place, token_stride = KEYS ? a.key_token : a.value_token;
     const u8* numbers = KEYS ? a.keys : a.values;
     numbers += row * (KEYS ? a.key_row : a.value_row) + head * (KEYS ? a.key_head : a.value_head);
-    numbers += (i64)(a.starts[row] + BLOCK_TOKENS * block) * token_stride;
+    numbers += (i64)spot.start * token_stride;
     u8* record = a.records + row * a.record_row + place * a.record_block + (i64)head * RECORD;
     u32* units = reinterpret_cast<u32*>(record + UNITS);
     int exponent = 0;
@@ -134,11 +134,11 @@ __device__ __forceinline__ void encode_side(const Args& a, int row, int head, in
 
 // Norms of the NORM_TOKENS tokens of a block from first_token on, over `heads` heads from first_head on.
 __device__ __forceinline__ void norms_of_tokens(
-    const Args& a, int row, int block, int first_token, int first_head, int heads) {
+    const Args& a, Spot spot, int first_token, int first_head, int heads) {
 #if NORM != 0
     constexpr int PARTS = KD / 16;
     __shared__ float partial[NORM_TOKENS * PARTS];
-    const u8* keys = a.keys + row * a.key_row + (i64)(a.starts[row] + BLOCK_TOKENS * block + first_token) * a.key_token;
+    const u8* keys = a.keys + spot.row * a.key_row + (i64)(spot.start + first_token) * a.key_token;
     for (int item = threadIdx.x; item < NORM_TOKENS * PARTS; item += blockDim.x) {
         const int part = item % PARTS;
         float sum = 0.0f;  // or maximum
@@ -147,7 +147,7 @@ __device__ __forceinline__ void norms_of_tokens(
             float x[16];
             load_part<true>(x, keys + head * a.key_head + (i64)(item / PARTS) * a.key_token, part);
             if constexpr (EQUAL) {
-                const float* e = a.equalizer + ((i64)row * a.heads + head) * KD + first_channel<true>(part);
+                const float* e = a.equalizer + ((i64)spot.row * a.heads + head) * KD + first_channel<true>(part);
                 float divisor[16];
                 load_elements<DTYPE_F32>(divisor, reinterpret_cast<const u8*>(e));
                 load_elements<DTYPE_F32>(divisor + 8, reinterpret_cast<const u8*>(e + Side<true>::HADAMARD / 2));
@@ -172,7 +172,7 @@ __device__ __forceinline__ void norms_of_tokens(
         float norm = NORM == 2 ? sum : sum / (heads * KD);
         u16 stored = float_to_bf16(NORM == 1 ? sqrtf(norm) : norm);
         if (!is_finite(bf16_to_float(stored))) stored = 0x7fc0;
-        u16* norms = a.norms + row * a.norm_row + (a.places[row] + block) * a.norm_block + first_head * BLOCK_TOKENS;
+        u16* norms = a.norms + spot.row * a.norm_row + spot.place * a.norm_block + first_head * BLOCK_TOKENS;
         norms[norm_order(first_token + threadIdx.x)] = stored;
     }
 #endif

@@ -15,7 +15,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const __grid_consta
     const int token = blockIdx.x, row = blockIdx.y, place = a.lengths[row] + token;
     if (token == 0 && threadIdx.x == 0) {
         a.totals[row] = a.lengths[row] + a.tokens;
-        if (row == 0) *a.barrier = 0;
+        a.blocks_before[row] = a.num_blocks[row];
+        a.norms_done[row] = 0;
+        if (row == 0) *a.arrived = 0;
     }
     if (place >= a.capacity) return;
     for (int i = threadIdx.x; i < a.heads * PIECES; i += THREADS) {
@@ -30,26 +32,69 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const __grid_consta
     }
 }
 
-// All CTAs of a cooperative grid wait for each other. `arrived` is 0 before the first time.
-__device__ __forceinline__ void grid_barrier(u32* arrived) {
+// All threads of this CTA have written what CTAs count with `counter`.
+__device__ __forceinline__ void announce(u32* counter) {
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        const u32 last = (atomicAdd(arrived, 1) / gridDim.x + 1) * gridDim.x;
-        while (*reinterpret_cast<volatile u32*>(arrived) < last) {}
+        atomicAdd(counter, 1);
+    }
+}
+
+// Wait until `target` has been counted, and see what was written before.
+__device__ __forceinline__ void await(u32* counter, u32 target) {
+    if (threadIdx.x == 0) {
+        while (*reinterpret_cast<volatile u32*>(counter) < target) {}
         __threadfence();
     }
     __syncthreads();
 }
 
-// Blocks of a row that are complete: residual_length tokens from their start on are there.
-__device__ __forceinline__ int complete_blocks(const Args& a, int row) {
-    return max(0, a.totals[row] - (a.residual_length - BLOCK_TOKENS)) / BLOCK_TOKENS;
+// All CTAs of a cooperative grid wait for each other, for the `times`-th time.
+__device__ __forceinline__ void grid_barrier(const Args& a, u32& times) {
+    announce(a.arrived);
+    await(a.arrived, ++times * gridDim.x);
+}
+
+constexpr int ROWS = 128;  // that are looked at at a time
+
+// Those of them that pack blocks now, in order.
+struct Due {
+    int count, rows[ROWS], blocks[ROWS], places[ROWS], left[ROWS];
+    bool fresh, rest;  // some row packs its first block, has tokens left
+
+    __device__ __forceinline__ Spot spot(int i, int block) const {
+        return {rows[i], BLOCK_TOKENS * block, places[i] + block};
+    }
+};
+
+// All threads. Blocks are complete when residual_length tokens from their start on are there.
+__device__ __forceinline__ void find_due(const Args& a, int first, Due& due) {
+    __shared__ int of_warp[THREADS / 32];
+    const int row = first + threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const bool there = threadIdx.x < ROWS && row < a.rows;
+    const int total = there ? a.totals[row] : 0, place = there ? a.blocks_before[row] : 0;
+    const int blocks = max(0, total - (a.residual_length - BLOCK_TOKENS)) / BLOCK_TOKENS;
+    const int left = total - BLOCK_TOKENS * blocks;
+    const u32 some = __ballot_sync(ALL_LANES, blocks > 0);
+    if (lane == 0) of_warp[warp] = __popc(some);
+    const bool fresh = __syncthreads_or(blocks && place == 0), rest = __syncthreads_or(blocks && left);
+    int before = 0, count = 0;
+    for (int w = 0; w < ROWS / 32; w++) {
+        if (w < warp) before += of_warp[w];
+        count += of_warp[w];
+    }
+    if (blocks) {
+        const int i = before + __popc(some & ((1u << lane) - 1));
+        due.rows[i] = row, due.blocks[i] = blocks, due.places[i] = place, due.left[i] = left;
+    }
+    due.count = count, due.fresh = fresh, due.rest = rest;
+    if (blockIdx.x == 0 && there) a.lengths[row] = left, a.num_blocks[row] = place + blocks;
+    __syncthreads();
 }
 
 // Move what is left of one head's tail to its front. In steps of the gap, so that none overlaps itself.
-__device__ __forceinline__ void move_tail(const Args& a, int row, int head) {
-    const int gap = BLOCK_TOKENS * a.counts[row], left = a.totals[row] - gap;
+__device__ __forceinline__ void move_tail(const Args& a, int row, int head, int gap, int left) {
     const i64 first = ((i64)row * a.heads + head) * a.capacity;
     for (int to = 0; to < left; to += gap) {
         const int tokens = min(gap, left - to);
@@ -63,57 +108,50 @@ __device__ __forceinline__ void move_tail(const Args& a, int row, int head) {
     }
 }
 
-// A cooperative grid of any size. keys and values are the tail; plan (3, rows) becomes starts, counts and places.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) flush(const __grid_constant__ Args a) {
-    bool due = false, fresh = false, rest = false;  // some row packs a block, its first one, has tokens left
-    for (int row = threadIdx.x; row < a.rows; row += THREADS) {
-        const int count = complete_blocks(a, row), left = a.totals[row] - BLOCK_TOKENS * count;
-        due |= count > 0, fresh |= count && a.num_blocks[row] == 0, rest |= count && left;
-        if (blockIdx.x == 0) a.lengths[row] = left;
-    }
-    due = __syncthreads_or(due), fresh = __syncthreads_or(fresh), rest = __syncthreads_or(rest);
-    if (!due) return;
-    for (int row = threadIdx.x; row < a.rows; row += THREADS) {  // every CTA writes the same
-        a.plan[row] = 0;
-        a.plan[a.rows + row] = complete_blocks(a, row);
-        a.plan[2 * a.rows + row] = a.num_blocks[row];
-    }
-    __syncthreads();
-    const int pairs = a.rows * a.heads;
-    if (fresh) {
-        for (int i = blockIdx.x; i < pairs; i += gridDim.x) {
-            const int row = i / a.heads;
-            if (a.counts[row] && a.places[row] == 0) start_row(a, row, i % a.heads);
+// Norms, then keys, then values of all that is due, dealt to the CTAs in turn: so keys wait for norms that others are at.
+__device__ __forceinline__ void pack(const Args& a, const Due& due) {
+    constexpr int PARTS = BLOCK_TOKENS / NORM_TOKENS;
+    const int groups = NORM ? PARTS * (SCOPE ? a.heads : 1) : 0, norms = due.count * groups, sides = due.count * a.heads;
+    for (int i = blockIdx.x; i < norms + 2 * sides; i += gridDim.x) {
+        const bool is_norm = i < norms, is_key = !is_norm && i < norms + sides;
+        const int per_row = is_norm ? groups : a.heads, task = is_norm ? i : (i - norms) % sides;
+        const int which = task / per_row, part = task % per_row;
+        if (is_key && NORM) await(a.norms_done + due.rows[which], groups);
+        for (int block = 0; block < due.blocks[which]; block++) {
+            const Spot spot = due.spot(which, block);
+            if (is_norm)
+                norms_of_tokens(a, spot, part % PARTS * NORM_TOKENS, part / PARTS, SCOPE ? 1 : a.heads);
+            else if (is_key)
+                encode_side<true>(a, spot, part);
+            else
+                encode_side<false>(a, spot, part);
             __syncthreads();
         }
-        grid_barrier(a.barrier);
+        if (is_norm) announce(a.norms_done + due.rows[which]);
     }
-    if constexpr (NORM != 0) {
-        constexpr int PARTS = BLOCK_TOKENS / NORM_TOKENS;
-        const int units = PARTS * (SCOPE ? a.heads : 1);
-        for (int i = blockIdx.x; i < a.rows * units; i += gridDim.x) {
-            const int row = i / units, part = i % PARTS, head = i % units / PARTS;
-            for (int block = 0; block < a.counts[row]; block++) {
-                norms_of_tokens(a, row, block, part * NORM_TOKENS, head, SCOPE ? 1 : a.heads);
+}
+
+// A cooperative grid of any size. keys and values are the tail.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flush(const __grid_constant__ Args a) {
+    __shared__ Due due;
+    u32 barriers = 0;
+    for (int first = 0; first < a.rows; first += ROWS) {
+        find_due(a, first, due);
+        if (due.count == 0) continue;
+        if (due.fresh) {
+            for (int i = blockIdx.x; i < due.count * a.heads; i += gridDim.x) {
+                const Spot spot = due.spot(i / a.heads, 0);
+                if (spot.place == 0) start_row(a, spot, i % a.heads);
                 __syncthreads();
             }
+            grid_barrier(a, barriers);
+        }
+        pack(a, due);
+        if (!due.rest) continue;
+        grid_barrier(a, barriers);
+        for (int i = blockIdx.x; i < due.count * a.heads; i += gridDim.x) {
+            const int which = i / a.heads;
+            move_tail(a, due.rows[which], i % a.heads, BLOCK_TOKENS * due.blocks[which], due.left[which]);
         }
     }
-    grid_barrier(a.barrier);  // all have read num_blocks
-    if (blockIdx.x == 0)
-        for (int row = threadIdx.x; row < a.rows; row += THREADS) a.num_blocks[row] += a.counts[row];
-    for (int i = blockIdx.x; i < 2 * pairs; i += gridDim.x) {
-        const int row = i / 2 / a.heads, head = i / 2 % a.heads;
-        for (int block = 0; block < a.counts[row]; block++) {
-            if (i % 2 == 0)
-                encode_side<true>(a, row, head, block);
-            else
-                encode_side<false>(a, row, head, block);
-            __syncthreads();
-        }
-    }
-    if (!rest) return;
-    grid_barrier(a.barrier);
-    for (int i = blockIdx.x; i < pairs; i += gridDim.x)
-        if (a.counts[i / a.heads]) move_tail(a, i / a.heads, i % a.heads);
 }

@@ -3,7 +3,7 @@
 #include "worklist.cuh"
 
 // A warp holds a column; a lane has its channels 128 k + 4 lane + j.
-constexpr int SPANS = (VD + 127) / 128;
+constexpr int SPANS = (VD + 127) / 128, COLUMNS = NT * QCOLS;
 struct Merged {
   float m, l, o[SPANS][4];
   __device__ __forceinline__ void clear() {
@@ -20,43 +20,44 @@ __device__ __forceinline__ void rescale(Merged& r, float m) {
 #pragma unroll
   for (int i = 0; i < SPANS * 4; ++i) r.o[i >> 2][i & 3] *= f;
 }
-__device__ __forceinline__ void add(Merged& to, Merged other) {
-  const float m = fmaxf(to.m, other.m);
-  rescale(to, m), rescale(other, m);
-  to.l += other.l;
+// Several, which lie `pitch` apart
+__device__ __forceinline__ void merge_all(const Merged* parts, int count, int pitch, Merged& r) {
+  r.clear();
+  for (int i = 0; i < count; ++i) r.m = fmaxf(r.m, parts[i * pitch].m);
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    Merged part = parts[i * pitch];
+    rescale(part, r.m);
+    r.l += part.l;
 #pragma unroll
-  for (int i = 0; i < SPANS * 4; ++i) to.o[i >> 2][i & 3] += other.o[i >> 2][i & 3];
+    for (int j = 0; j < SPANS * 4; ++j) r.o[j >> 2][j & 3] += part.o[j >> 2][j & 3];
+  }
 }
-__device__ __forceinline__ void merge_parts(const float2* ml, const float4* po, int parts, int first, int step, int lane, Merged& r) {
-  constexpr int COLUMNS = NT * QCOLS;
-  float top = NEG_INF;
-  for (int i = first + step * lane; i < parts; i += step * 32) top = fmaxf(top, ml[(long)i * COLUMNS].x);
-#pragma unroll
-  for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  top = fmaxf(top, r.m);
-  rescale(r, top);
-  const float base = top == NEG_INF ? 0.0f : top;  // only NaN or nothing was seen
+// Partials first, first + step, ... of a column, which lie `pitch` float4 apart
+__device__ __forceinline__ void merge_parts(const float2* ml, const float4* po, long pitch, int parts, int first, int step, int lane, Merged& r) {
+  constexpr int AHEAD = SPANS == 1 ? 8 : 4;  // under way at a time
+  r.clear();
 #pragma unroll 1
-  for (int i = first; i < parts; i += step * 32) {  // parts i, i + step, ...: 32 weights at a time, one per lane
-    const int mine = i + step * lane;
-    const float2 v = mine < parts ? ml[(long)mine * COLUMNS] : make_float2(NEG_INF, 0.0f);
-    const float g = ex2(v.x - base);
+  for (int i = first; i < parts; i += step * AHEAD) {
+    const int mine = i + step * lane;  // whose maximum and sum this lane takes
+    const float2 v = lane < AHEAD && mine < parts ? ml[(long)mine * COLUMNS] : make_float2(NEG_INF, 0.0f);
+    float4 x[AHEAD][SPANS];
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k)
+#pragma unroll
+      for (int s = 0; s < SPANS; ++s)
+        x[k][s] = i + step * k < parts && (VD % 128 == 0 || 128 * s + 4 * lane < VD) ? po[(i + step * k) * pitch + 32 * s + lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float top = v.x;
+#pragma unroll
+    for (int d = AHEAD / 2; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    rescale(r, fmaxf(r.m, __shfl_sync(~0u, top, 0)));
+    const float g = ex2(v.x - (r.m == NEG_INF ? 0.0f : r.m));  // only NaN or nothing was seen
     r.l = fmaf(v.y, g, r.l);
-    const int count = min(32, (parts - i + step - 1) / step);
-#pragma unroll 1
-    for (int k0 = 0; k0 < count; k0 += 4) {  // 4 partials under way at a time
-      float4 x[4][SPANS];
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < AHEAD; ++k) {
+      const float w = __shfl_sync(~0u, g, k);
 #pragma unroll
-        for (int s = 0; s < SPANS; ++s)
-          x[k][s] = k0 + k < count && (VD % 128 == 0 || 128 * s + 4 * lane < VD) ? po[(long)(i + step * (k0 + k)) * COLUMNS * (VD / 4) + 32 * s + lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float w = k0 + k < count ? __shfl_sync(~0u, g, k0 + k) : 0.0f;
-#pragma unroll
-        for (int s = 0; s < SPANS; ++s) r.o[s][0] = fmaf(x[k][s].x, w, r.o[s][0]), r.o[s][1] = fmaf(x[k][s].y, w, r.o[s][1]), r.o[s][2] = fmaf(x[k][s].z, w, r.o[s][2]), r.o[s][3] = fmaf(x[k][s].w, w, r.o[s][3]);
-      }
+      for (int s = 0; s < SPANS; ++s) r.o[s][0] = fmaf(x[k][s].x, w, r.o[s][0]), r.o[s][1] = fmaf(x[k][s].y, w, r.o[s][1]), r.o[s][2] = fmaf(x[k][s].z, w, r.o[s][2]), r.o[s][3] = fmaf(x[k][s].w, w, r.o[s][3]);
     }
   }
 }
@@ -94,23 +95,20 @@ __device__ __forceinline__ void rotate_back(Merged& r, int lane) {
   for (int i = 0; i < SPANS * 4; ++i) r.o[i >> 2][i & 3] *= rsqrtf((float)BLOCK);
 }
 
-// Output of column n (of all passes) of a pair from its merged parts: the packed one rotated back, and the exact one.
-__device__ __forceinline__ void finish(const Args& a, int row, int pair, int n, Merged& packed, Merged& exact, int lane) {
-  if (ROTV) rotate_back(packed, lane);
-  const float m = fmaxf(packed.m, exact.m);
-  rescale(packed, m), rescale(exact, m);
-  float l = packed.l + exact.l;
+// Output of query n of a pair from its merged partials
+__device__ __forceinline__ void finish(const Args& a, int row, int pair, int n, Merged& all, int lane) {
+  if (ROTV) rotate_back(all, lane);
+  float l = all.l;
 #pragma unroll
   for (int d = 16; d; d >>= 1) l += __shfl_xor_sync(~0u, l, d);
   const int head = (pair / a.passes) * a.group + n % a.group;
-  if (a.sink_logits) l += ex2(a.sink_logits[head] * LOG2E - m);
+  if (a.sink_logits) l += ex2(a.sink_logits[head] * LOG2E - all.m);
   const float inv = l == 0.0f ? 0.0f : 1.0f / l;
   u16* out = a.out + (((long)row * a.q_len + n / a.group) * a.heads * a.group + head) * VD;
 #pragma unroll
   for (int s = 0; s < SPANS; ++s)
     if (VD % 128 == 0 || 128 * s + 4 * lane < VD) {
-      const float x0 = (packed.o[s][0] + exact.o[s][0]) * inv, x1 = (packed.o[s][1] + exact.o[s][1]) * inv;
-      const float x2 = (packed.o[s][2] + exact.o[s][2]) * inv, x3 = (packed.o[s][3] + exact.o[s][3]) * inv;
-      *(uint2*)(out + 128 * s + 4 * lane) = make_uint2(pack_model(x0, x1), pack_model(x2, x3));
+      const float* x = all.o[s];
+      *(uint2*)(out + 128 * s + 4 * lane) = make_uint2(pack_model(x[0] * inv, x[1] * inv), pack_model(x[2] * inv, x[3] * inv));
     }
 }

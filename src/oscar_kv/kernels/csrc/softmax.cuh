@@ -31,6 +31,33 @@ struct State {
       l[t][0] = l[t][1] = 0.0f;
     }
   }
+  // Outputs of exact tokens become what packed blocks add to: rotated, in units of their codes
+  __device__ __forceinline__ void rotate_exact(int lane) {
+    constexpr int BLOCK = VD & -VD;
+    const float f = (ROTV ? rsqrtf((float)BLOCK) : 1.0f) / pow2(24 - P_SHIFT);
+#pragma unroll
+    for (int t = 0; t < NT; ++t) {
+#if ROTV
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1)  // channel bits 0 to 2 (gid)
+#pragma unroll
+        for (int i = 0; i < VT * 4; ++i) {
+          const float x = __shfl_xor_sync(~0u, o[t][i >> 2][i & 3], d);
+          o[t][i >> 2][i & 3] = lane & d ? x - o[t][i >> 2][i & 3] : o[t][i >> 2][i & 3] + x;
+        }
+#pragma unroll
+      for (int d = 2; d < BLOCK / 4; d <<= 1)  // channel bit 3 is bit 1 of i, the others are those of the tile
+#pragma unroll
+        for (int i = 0; i < VT * 4; ++i)
+          if (!(i & d)) {
+            const float lo = o[t][i >> 2][i & 3], hi = o[t][(i + d) >> 2][(i + d) & 3];
+            o[t][i >> 2][i & 3] = lo + hi, o[t][(i + d) >> 2][(i + d) & 3] = lo - hi;
+          }
+#endif
+#pragma unroll
+      for (int i = 0; i < VT * 4; ++i) o[t][i >> 2][i & 3] *= f;
+    }
+  }
   // Raise the maxima to at least `top` of this lane's rows
   __device__ __forceinline__ void raise(float (&top)[NT][2]) {
     bool grows = false;
@@ -149,7 +176,7 @@ __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32
       s[t][p][2] = cap(a, s[t][p][2] * f1), s[t][p][3] = cap(a, s[t][p][3] * f1);
     }
   }
-  if (it.index == 0 && a.num_sinks) {  // sinks are read from their 16-bit copy
+  if (it.block() == 0 && a.num_sinks) {  // sinks are read from their 16-bit copy
 #pragma unroll
     for (int p = 0; p < 8; ++p)
 #pragma unroll
@@ -264,7 +291,7 @@ __device__ __forceinline__ void exact_scores(const Args& a, const Item& it, u32 
     top[t][0] = top[t][1] = NEG_INF;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int token = gid + 8 * (i >> 1), n = (it.pair % a.passes) * COLS + 8 * t + 2 * tid + (i & 1);
+      const int token = gid + 8 * (i >> 1), n = query_of_column(a, it.pair, 8 * t + 2 * tid + (i & 1));
       // query n / group is token (tail - q_len + n / group) of the tail and sees nothing newer
       const bool seen = token < count && (sinks || first + token <= it.tail - a.q_len + n / a.group);
       s[t][i] = seen ? cap(a, s[t][i] * f) : NEG_INF;
@@ -296,8 +323,8 @@ __device__ __forceinline__ void exact_values(u32 vs, int lane, const u32 (&pb)[N
   }
 }
 
-// part_o: (slots, NT * QCOLS, VD); part_ml: (slots, NT * QCOLS), maximum (log2) and sum
-__device__ __forceinline__ void store_partial(float* part_o, float2* part_ml, int slot, bool packed, int lane, State& st) {
+// What a warp has found. part_o: (NT * QCOLS, VD), rotated as values are; part_ml: (NT * QCOLS), maximum (log2) and sum
+__device__ __forceinline__ void store_partial(float* part_o, float2* part_ml, int lane, State& st) {
   const int gid = lane >> 2, tid = lane & 3;
 #pragma unroll
   for (int t = 0; t < NT; ++t) {
@@ -307,35 +334,33 @@ __device__ __forceinline__ void store_partial(float* part_o, float2* part_ml, in
       for (int d = 4; d < 32; d <<= 1) st.l[t][c] += __shfl_xor_sync(~0u, st.l[t][c], d);
 #pragma unroll
     for (int g = 0; g < VG; ++g) {
-      float center[2] = {0.0f, 0.0f};
-      if (packed)
+      float center[2];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int zs = g, zc = VG + g;
-          const float vs = __shfl_sync(~0u, st.z[t][zs / 16][(zs / 8 % 2) * 2 + c], 4 * (zs % 8) + tid);
-          const float vc = __shfl_sync(~0u, st.z[t][zc / 16][(zc / 8 % 2) * 2 + c], 4 * (zc % 8) + tid);
-          center[c] = (vc - 0.5f * V_LEVELS * vs) * (pow2(VE) / pow2(P_SHIFT));
-        }
-      const float f = packed ? pow2(24 - P_SHIFT) : 1.0f;
+      for (int c = 0; c < 2; ++c) {
+        const int zs = g, zc = VG + g;
+        const float vs = __shfl_sync(~0u, st.z[t][zs / 16][(zs / 8 % 2) * 2 + c], 4 * (zs % 8) + tid);
+        const float vc = __shfl_sync(~0u, st.z[t][zc / 16][(zc / 8 % 2) * 2 + c], 4 * (zc % 8) + tid);
+        center[c] = (vc - 0.5f * V_LEVELS * vs) * (pow2(VE) / pow2(P_SHIFT));
+      }
 #pragma unroll
       for (int ct = g * (VGROUP / 16); ct < (g + 1) * (VGROUP / 16); ++ct)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int col = 8 * t + 2 * tid + (i & 1);
-          if (col < 8 * t + QCOLS) part_o[((long)slot * (NT * QCOLS) + col) * VD + 16 * ct + gid + 8 * (i >> 1)] = fmaf(st.o[t][ct][i], f, center[i & 1]);
+          const int col = 2 * tid + (i & 1);
+          if (col < QCOLS) part_o[(t * QCOLS + col) * VD + 16 * ct + gid + 8 * (i >> 1)] = fmaf(st.o[t][ct][i], pow2(24 - P_SHIFT), center[i & 1]);
         }
     }
     if (gid == 0)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
-        if (2 * tid + c < QCOLS) part_ml[slot * (NT * QCOLS) + 8 * t + 2 * tid + c] = make_float2(st.m[t][c], st.l[t][c]);
+        if (2 * tid + c < QCOLS) part_ml[t * QCOLS + 2 * tid + c] = make_float2(st.m[t][c], st.l[t][c]);
   }
 }
 
 // One item, whose keys and values are on their way; those of the next one (if `more`) start as soon as there is room.
-// `fresh`: with its queries.
+// `fresh`: with its queries; `last`: of the exact ones that a warp has in a row.
 __device__ __forceinline__ void attend_item(
-    const Args& a, const Item& cur, const Item& next, bool more, bool fresh, u32 ks, u32 vs, u32 qs, u32 bars, int lane,
+    const Args& a, const Item& cur, const Item& next, bool more, bool fresh, bool last, u32 ks, u32 vs, u32 qs, u32 bars, int lane,
     u32& phase, State& st) {
   const bool packed = cur.packed();
   u32 pb[NT][8][2];
@@ -352,6 +377,7 @@ __device__ __forceinline__ void attend_item(
   else exact_values(vs, lane, pb, st);
   __syncwarp();
   if (packed) phase ^= 1;
+  else if (last) st.rotate_exact(lane);
   if (more) {
     if (!packed) fence_copies();
     fetch<false>(a, next, vs, bars + 8, lane);

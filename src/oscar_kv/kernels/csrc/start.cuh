@@ -19,14 +19,14 @@ __device__ __forceinline__ float number(const u8* from, int i) {
 
 // For one head of a row whose first block is about to be packed. The vector: mean over groups of (max - min) of each
 // channel, by its mean over channels, to the power of `exponent`; without sinks and tokens that are not finite.
-__device__ __forceinline__ void start_row(const Args& a, int row, int head) {
+__device__ __forceinline__ void start_row(const Args& a, Spot spot, int head) {
     __shared__ u32 excluded[BLOCK_TOKENS / 32];
     __shared__ float ranges[KD], total;
     __shared__ double mean_rms;
     const int thread = threadIdx.x, threads = blockDim.x;
-    const i64 index = (i64)row * a.heads + head;
-    const u8* keys = a.keys + row * a.key_row + head * a.key_head + (i64)a.starts[row] * a.key_token;
-    const u8* values = a.values + row * a.value_row + head * a.value_head + (i64)a.starts[row] * a.value_token;
+    const i64 index = (i64)spot.row * a.heads + head;
+    const u8* keys = a.keys + spot.row * a.key_row + head * a.key_head + (i64)spot.start * a.key_token;
+    const u8* values = a.values + spot.row * a.value_row + head * a.value_head + (i64)spot.start * a.value_token;
     for (int i = thread; i < a.num_sinks * PIECES; i += threads) {
         const int token = i / PIECES, piece = i % PIECES, other = piece - KEY_PIECES;
         const i64 slot = index * a.num_sinks + token;

@@ -25,8 +25,14 @@ struct Args {
     int* lengths;                                  // (rows): tokens in the tail before a pass
     int* totals;                                   // (rows): and with it, between append and flush
     int* num_blocks;                               // (rows): packed blocks
-    int* plan;                                     // (3, rows): starts, counts and places
-    u32* barrier;
+    int* blocks_before;                            // (rows): and those before a pass
+    u32* arrived;                                  // CTAs at a barrier
+    u32* norms_done;                               // (rows): groups of tokens that have their norms
+};
+
+// A block to pack: the token at which it starts, and its place in the row's records.
+struct Spot {
+    int row, start, place;
 };
 
 constexpr int ITEM = DTYPE == DTYPE_F32 ? 4 : 2;  // bytes of a number of the model

@@ -11,7 +11,7 @@ struct Row {
 };
 
 struct Item {  // all lanes of a warp hold the same
-  int row, pair, index;    // pair = head * passes + pass; index in the row's items
+  int row, pair, index;    // pair = head * passes + pass; index in the row's items, exact ones first
   int blocks, tail, n;     // of the row: packed blocks, tail length, items
   const Row* rows;         // in shared memory
   const char *rec, *norm;  // this head's first record and norms; with a table, of the pool's first page
@@ -30,8 +30,10 @@ struct Item {  // all lanes of a warp hold the same
     }
     load_pair(a);
   }
-  __device__ __forceinline__ bool packed() const { return index < blocks; }
-  __device__ __forceinline__ int segment(const Args& a) const { return 2 * (row * a.heads * a.passes + pair) + (index >= blocks); }
+  __device__ __forceinline__ int exact() const { return n - blocks; }
+  __device__ __forceinline__ bool packed() const { return index >= exact(); }
+  __device__ __forceinline__ int block() const { return index - exact(); }
+  __device__ __forceinline__ int unit(const Args& a) const { return row * a.heads * a.passes + pair; }
 };
 
 // The list is cut into one range per warp, equal but for one item. Neighbours sit on different multiprocessors.
@@ -103,26 +105,36 @@ __device__ __forceinline__ void copy_exact(u32 dst, const u16* src, int rows, in
 
 // Start of the exact tile: which tokens, and how many of the 16 are there
 __device__ __forceinline__ bool exact_source(const Args& a, const Item& it, int& first, int& count) {
-  const int tile = it.index - it.blocks, sinks = sink_tiles(a, it.blocks);
-  first = 16 * (tile < sinks ? tile : tile - sinks);
-  count = (tile < sinks ? a.num_sinks : it.tail) - first;
-  return tile < sinks;
+  const int sinks = sink_tiles(a, it.blocks);
+  first = 16 * (it.index < sinks ? it.index : it.index - sinks);
+  count = (it.index < sinks ? a.num_sinks : it.tail) - first;
+  return it.index < sinks;
 }
 
 __device__ __forceinline__ void fetch_queries(const Args& a, const Item& it, u32 qs, u32 bar, int lane) {
-  bulk_copy(qs, a.rotated + (long)(it.row * a.heads * a.passes + it.pair) * Q_BYTES, Q_BYTES, bar, lane);
+  bulk_copy(qs, a.rotated + (long)it.unit(a) * Q_BYTES, Q_BYTES, bar, lane);
+}
+// Where blocks of the item's head would begin in the piece that holds its block
+__device__ __forceinline__ void shared_block(const Args& a, const Item& it, const char*& rec, const char*& norm) {
+  const Piece* piece = a.pieces;
+  while (it.block() >= piece->end) ++piece;
+  const int head = it.pair / a.passes;
+  rec = (const char*)piece->records + it.row * piece->record_row + (long)head * (K_BYTES + V_BYTES);
+  norm = (const char*)piece->norms + it.row * piece->norm_row + (NORM == 2 ? head * 256 : 0);
 }
 // Start to copy the keys (and the queries, where the pair is a new one) or the values of an item
 template <bool KEYS>
 __device__ __forceinline__ void fetch(const Args& a, const Item& it, u32 stage, u32 bar, int lane, u32 qs = 0, bool fresh = false, bool later = false) {
   if (it.packed()) {
-    const long block = a.table ? a.table[it.row * a.table_row + it.index] : it.index;
-    const char* rec = it.rec + block * a.rec_block;
+    const long block = a.table ? a.table[it.row * a.table_row + it.block()] : it.block();
+    const char *rec = it.rec, *norm = it.norm;
+    if (PIECES && it.block() < a.first) shared_block(a, it, rec, norm);
+    rec += block * a.rec_block, norm += block * a.norm_block;
     if (KEYS) {
       expect(bar, K_BYTES + NORM_BYTES + (fresh ? Q_BYTES : 0), lane);
       bulk_copy(stage, rec, K_BYTES, bar, lane);
       if (fresh && !later) fetch_queries(a, it, qs, bar, lane);
-      if (NORM) bulk_copy(stage + K_BYTES, it.norm + block * a.norm_block, 256, bar, lane);
+      if (NORM) bulk_copy(stage + K_BYTES, norm, 256, bar, lane);
     } else {
       expect(bar, V_BYTES, lane);
       bulk_copy(stage, rec + K_BYTES, V_BYTES, bar, lane);
@@ -140,9 +152,12 @@ __device__ __forceinline__ void fetch(const Args& a, const Item& it, u32 stage, 
 }
 
 // ---- queries ----
-// Column `col` of a pass: its query and head, or -1 where there is none
+// Query (n = query * group + head of the group) of a column of a pass; of those that partials hold, which are fewer
+__device__ __forceinline__ int query_of_column(const Args& a, int pair, int col) { return (pair % a.passes) * COLS + col; }
+__device__ __forceinline__ int query_of_kept(const Args& a, int pair, int kept) { return query_of_column(a, pair, kept / QCOLS * 8 + kept % QCOLS); }
+// Where the query of a column lies, or null where there is none
 __device__ __forceinline__ const u16* query_of(const Args& a, int row, int pair, int col) {
-  const int head = pair / a.passes, n = (pair % a.passes) * COLS + col;
+  const int head = pair / a.passes, n = query_of_column(a, pair, col);
   if (n >= a.group * a.q_len) return nullptr;
   return a.q + row * a.q_row + (long)(head * a.group + n % a.group) * a.q_head + (long)(n / a.group) * a.q_tok;
 }
