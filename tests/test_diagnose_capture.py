@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from models import dynamic_cache, forward, make_model, tokens
-from oscar_kv.diagnose.capture import capture, modalities, packed_layers
+from oscar_kv.diagnose.capture import capture, packed_layers
+from oscar_kv.diagnose.tokens import modalities
 
 LENGTH = 400
 FAMILIES = {  # the layers that keep their whole history

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from models import byte_tokenizer
 from oscar_kv import OscarConfig
 from oscar_kv.cli import app
 from oscar_kv.diagnose import diagnose
@@ -23,16 +23,13 @@ PICTURES = {"layers", "repairs", "norms", "channels", "surface", "bound"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A saved model with random weights, and a tokenizer of one token per byte."""
+    """A saved model with random weights, and its tokenizer."""
     path = tmp_path_factory.mktemp("tiny")
-    vocabulary = {token: i for i, token in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<end>").save_pretrained(path)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.1, eos_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(path)
@@ -97,6 +94,19 @@ def test_missing_extra_is_named_before_anything_is_loaded(folder, tmp_path, monk
     output = invoke(folder, "--out", tmp_path / "out", code=1).output
     assert "jinja2 is missing: pip install 'oscar-kv[plot]'" in output
     assert not (tmp_path / "out").exists()
+
+
+def test_the_layer_of_the_pictures(folder, tmp_path):
+    for layer in (0, 1):
+        invoke(folder, "--tokens", 256, "--layer", layer, "--out", tmp_path / str(layer))
+        page = (tmp_path / str(layer) / "report.html").read_text(encoding="utf-8")
+        assert f"over the heads of layer {layer}." in page
+        assert f"Keys of layer {layer}, head" in page
+    assert (tmp_path / "0" / "channels.png").read_bytes() != (tmp_path / "1" / "channels.png").read_bytes()
+    assert (tmp_path / "0" / "layers.png").read_bytes() == (tmp_path / "1" / "layers.png").read_bytes()
+    output = invoke(folder, "--layer", 2, "--out", tmp_path / "2", code=1).output
+    assert "--layer 2: the layers that are packed are 0, 1" in output
+    assert not (tmp_path / "2").exists()
 
 
 def test_too_short_a_text(folder, tmp_path):

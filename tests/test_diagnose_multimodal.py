@@ -121,6 +121,12 @@ def test_each_modality_has_its_numbers(case):
             assert found["key_max"] == pytest.approx(float(own.max()), rel=1e-3)
             ratio = float(own.quantile(0.5) / norms[masks["text"]].quantile(0.5))
             assert found["key_over_text"] == pytest.approx(ratio, rel=2e-2)
+        for h, head in enumerate(layer["heads"]):
+            own = states[layer["layer"]].key[0, h, :COUNTED].double().norm(dim=-1)
+            middles = {name: float(own[masks[name]].quantile(0.5)) for name in counts}
+            expected = {name: middle / middles["text"] for name, middle in middles.items()}
+            for found in (head, layer["steps"]["rotation"]["heads"][h]):  # a rotation keeps norms
+                assert found["key_over_text"] == pytest.approx(expected, rel=2e-2)
         for step in layer["steps"].values():
             assert step["modalities"]["key"].keys() == counts.keys()
             assert all(0 < error < 1 for error in step["modalities"]["key"].values())

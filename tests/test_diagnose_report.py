@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 import oscar_kv
-from models import dynamic_cache, forward, make_model, tokens
+from diagnose_cases import COUNTED, GROUP, LENGTH, make_case
+from models import make_model, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.diagnose import diagnose
 from oscar_kv.diagnose.capture import capture
@@ -17,36 +18,24 @@ from oscar_kv.diagnose.steps import steps
 from oscar_kv.diagnose.tokens import attention_share
 from oscar_kv.evaluate import compare
 
-LENGTH, COUNTED = 400, 384  # three blocks and a rest
-GROUP = 32
-QUERIES = [int(x) for x in torch.linspace(128, COUNTED - 1, 128)]
-
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "gemma2", "gpt_oss"])
 def case(request):
-    """Model, its exact cache and the queries of its layers, and the report's numbers."""
-    model = make_model(request.param, attention="eager", initializer_range=0.1)
-    ids, _ = tokens(LENGTH)
-    cache = dynamic_cache(model)
-    forward(model, ids, cache)
-    return model, ids, cache, diagnose(model, {"input_ids": ids})
-
-
-def counted(cache, index):
-    layer = cache.layers[index]
-    return layer.keys[0, :, :COUNTED].double(), layer.values[0, :, :COUNTED].double()
+    return make_case(make_model(request.param, attention="eager", initializer_range=0.1))
 
 
 def test_norms_imbalance_and_spread(case):
-    *_, cache, report = case
-    for layer in report.numbers["layers"]:
-        keys, values = counted(cache, layer["layer"])
+    states = {}
+    capture(case.model, {"input_ids": case.ids}, lambda s: states.update({s.index: s}))
+    for layer in case.layers:
+        keys, values = case.exact(layer["layer"])
+        queries = states[layer["layer"]].query[0, :, :COUNTED].double().unflatten(0, (len(keys), -1))
         for h, head in enumerate(layer["heads"]):
-            for side, x in (("key", keys[h]), ("value", values[h])):
-                norms = x.square().sum(-1).sqrt().sort().values
+            for side, x in (("query", queries[h]), ("key", keys[h]), ("value", values[h])):
+                norms = x.square().sum(-1).sqrt().flatten().sort().values
                 assert head["norms"][side]["min"] == pytest.approx(float(norms[0]), rel=1e-3)
                 assert head["norms"][side]["max"] == pytest.approx(float(norms[-1]), rel=1e-3)
-                middle = float(norms[COUNTED // 2 - 1] + norms[COUNTED // 2]) / 2
+                middle = float(norms[len(norms) // 2 - 1] + norms[len(norms) // 2]) / 2
                 assert head["norms"][side]["max_over_median"] == pytest.approx(float(norms[-1]) / middle, rel=1e-3)
             ratios, gaps, spreads, ranges = [], [], [], []
             for start in range(0, COUNTED, GROUP):
@@ -66,87 +55,25 @@ def test_norms_imbalance_and_spread(case):
             assert head["channels"]["max_over_median"] == pytest.approx(float(ranges.max() / ranges.median()), rel=1e-3)
 
 
-@pytest.mark.parametrize("step", ["none", "rotation+scaling+sinks", "default", "quality", "four-bit"])
-def test_errors_are_those_of_a_real_cache(case, step):
-    """The same prompt in a real OscarCache, whose keys are then read back and compared in fp64."""
-    model, ids, exact, report = case
-    model.set_attn_implementation("oscar")  # shows the cache its queries
-    value_dim = report.numbers["layers"][0]["value_dim"]
-    cache = OscarCache(model.config, steps(value_dim)[step])
-    forward(model, ids, cache)
-    for layer in report.numbers["layers"]:
-        found, index = layer["steps"][step], layer["layer"]
-        packed = cache.layers[index].keys, cache.layers[index].values
-        for side, x, y in zip(("key", "value"), counted(exact, index), packed, strict=True):
-            error = (x - y[0, :, :COUNTED].double()).square().sum((0, 2))
-            norm = x.square().sum((0, 2))
-            assert found[f"{side}_error"] == pytest.approx(float(error.sum() / norm.sum()), rel=2e-3)
-        assert found["group_error"]["max"] >= found["group_error"]["median"] > 0
-
-
-def attention_by_hand(model, states, keys, values, packed_keys, packed_values, index):
-    """KL of the attention weights and relative error of its output, query by query and head by head, in fp64."""
-    attention = model.model.layers[index].self_attn
-    cap = getattr(attention, "attn_logit_softcapping", None)
-    sinks = getattr(attention, "sinks", None)
-    query = states.query[0].double()
-    groups = query.shape[0] // keys.shape[0]
-    kl, wrong, norm = [], 0.0, 0.0
-    for position in QUERIES:
-        start = position // 128 * 128
-        for h in range(query.shape[0]):
-            outputs, weights = [], []
-            for k, v in ((keys, values), (packed_keys, packed_values)):
-                k, v = (
-                    torch.cat((x[h // groups, :start], y[h // groups, start : position + 1]))
-                    for x, y in ((k, keys), (v, values))
-                )
-                scores = k @ query[h, position] * attention.scaling
-                scores = scores if cap is None else cap * torch.tanh(scores / cap)
-                scores = scores if sinks is None else torch.cat((scores, sinks[h].double().view(1)))
-                p = torch.exp(scores - scores.max())
-                p = p / p.sum()
-                weights.append(p)
-                outputs.append(p[: position + 1] @ v)
-            kl.append(float((weights[0] * (weights[0] / weights[1]).log()).sum()))
-            wrong += float((outputs[0] - outputs[1]).square().sum())
-            norm += float(outputs[0].square().sum())
-    return sum(kl) / len(kl), wrong / norm
-
-
-def test_attention_errors(case):
-    model, ids, exact, report = case
-    states = {}
-    with torch.no_grad():
-        capture(model, {"input_ids": ids}, lambda s: states.update({s.index: s}))
-    model.set_attn_implementation("oscar")
-    for step in ("none", "default"):
-        cache = OscarCache(model.config, steps(report.numbers["layers"][0]["value_dim"])[step])
-        forward(model, ids, cache)
-        layer = report.numbers["layers"][-1]
-        index = layer["layer"]
-        packed = [x[0, :, :COUNTED].detach().double() for x in (cache.layers[index].keys, cache.layers[index].values)]
-        with torch.no_grad():
-            kl, error = attention_by_hand(model, states[index], *counted(exact, index), *packed, index)
-        assert layer["steps"][step]["attention_kl"] == pytest.approx(kl, rel=5e-3)
-        assert layer["steps"][step]["output_error"] == pytest.approx(error, rel=5e-3)
-
-
 def test_the_report_is_json_and_says_what_it_is(case, tmp_path):
-    *_, report = case
-    path = report.save(tmp_path / "new")
+    path = case.report.save(tmp_path / "new")
     numbers = json.loads(path.read_text())
-    assert numbers == report.numbers
+    assert numbers == case.report.numbers
     assert numbers["input"] == {"source": "", "tokens": LENGTH, "counted": COUNTED, "modalities": {"text": COUNTED}}
     assert any("not loaded from a checkpoint" in note for note in numbers["notes"])
     assert OscarConfig.from_report(path) == OscarConfig.from_report(numbers)
     assert OscarConfig.from_report(str(path)).num_sinks == numbers["recommendation"]["config"]["num_sinks"]
 
 
-def test_token_classes_cover_every_token(case):
-    *_, report = case
-    for layer in report.numbers["layers"]:
-        assert sum(layer["tokens"]["count"].values()) == COUNTED
+def test_means_over_layers(case):
+    summary = case.report.numbers["summary"]
+    for name, found in summary["steps"].items():
+        for error in ("key_error", "value_error", "output_error", "attention_kl"):
+            rows = [layer["steps"][name][error] for layer in case.layers]
+            assert found[error] == pytest.approx(sum(rows) / len(rows), rel=1e-3)
+    for name, found in summary["interventions"].items():
+        rows = [layer["interventions"][name]["output_error"] for layer in case.layers]
+        assert found["output_error"] == pytest.approx(sum(rows) / len(rows), rel=1e-3)
 
 
 def test_predictions_are_those_of_compare():

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from oscar_kv.diagnose.interventions import NORMS, PLAIN, ROTATED, WITHOUT_ALL_SINKS, interventions
+from oscar_kv.diagnose.layer import LayerDiagnosis
 from oscar_kv.diagnose.steps import NONE, roundtrip, steps
+from oscar_kv.diagnose.summary import verdict
 from oscar_kv.diagnose.synthetic import sweep, synthetic_keys
 from oscar_kv.diagnose.theory import check_bounds, group_bounds, regress
 
@@ -140,3 +142,27 @@ def test_subtracting_the_mean_of_a_group_changes_nothing():
     plain, shifted = (roundtrip(x, x, config)[0] for x in (keys, keys - mean))
     assert mean_square(plain - (shifted + mean)) < 1e-2 * mean_square(plain - keys)
     assert math.isclose(mean_square(plain - keys), mean_square(shifted + mean - keys), rel_tol=1e-2)
+
+
+def layer_with(index, plain, equal, grouped, rotated):
+    """A layer of which only the output errors of four repairs are given; the others repair nothing."""
+    rows = {name: {"output_error": plain} for name in interventions(synthetic_keys(0.0), torch.zeros(512, dtype=bool))}
+    for name, error in ((NORMS[0], equal), (NORMS[1], grouped), (ROTATED, rotated)):
+        rows[name] = {"output_error": error}
+    return LayerDiagnosis(index, {"interventions": rows}, {}, {}, torch.empty(0), torch.empty(0))
+
+
+def test_norms_are_primary_by_the_rule():
+    layers = [
+        layer_with(0, plain=0.1, equal=0.04, grouped=0.2, rotated=0.09),  # equal norms: over half
+        layer_with(1, plain=0.1, equal=0.2, grouped=0.04, rotated=0.09),  # groups by norm: over half
+        layer_with(2, plain=0.1, equal=0.06, grouped=0.2, rotated=0.09),  # less than half
+        layer_with(3, plain=0.1, equal=0.04, grouped=0.2, rotated=0.03),  # rotation does more
+        layer_with(4, plain=1e-4, equal=1e-5, grouped=1e-4, rotated=1e-4),  # nothing to repair
+    ]
+    found = [verdict(layer.numbers["interventions"], layers) for layer in layers]
+    assert [one["primary"] for one in found] == [True, True, False, False, None]
+    assert all(one["layers"] == [0, 1] for one in found)
+    assert "Layer by layer it is in 2 of 5." in found[0]["text"]
+    assert "Repairing norms alone removes 60% of that, rotation alone 10%" in found[0]["text"]
+    assert found[2]["removed"][NORMS[0]] == pytest.approx(0.4)

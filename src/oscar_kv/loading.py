@@ -33,13 +33,26 @@ def load(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTok
         name: A folder, an id on the hub, or "demo": SmolLM2-135M-Instruct, about 90 MB, downloaded once.
         dtype: "bfloat16", "float16" or "float32"; "auto" takes the one that the model was saved in.
     """
-    if dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, not {dtype}")
+    check_dtype(dtype)
     path = str(demo_folder()) if name == DEMO_MODEL else name
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return to_device(AutoModelForCausalLM.from_pretrained(path, dtype=dtype)), tokenizer
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuse a dtype that no model is loaded in.
+
+    Raises:
+        ValueError: It is none of those of :func:`load`.
+    """
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, not {dtype}")
+
+
+def to_device(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, on the GPU where there is one."""
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    return model, tokenizer
+    return model
 
 
 def demo_folder() -> Path:

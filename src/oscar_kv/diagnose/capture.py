@@ -19,7 +19,6 @@ from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.integrations.transformers import oscar_attention
 
 _NAME = "oscar_diagnose"
-_MODALITIES = ("image", "video", "audio")
 
 
 @dataclass(frozen=True)
@@ -45,27 +44,6 @@ class LayerStates:
     scaling: float
     softcap: float | None
     sink_logits: Tensor | None
-
-
-def modalities(config: PreTrainedConfig, ids: Tensor) -> dict[str, Tensor]:
-    """Which tokens are of which modality, by the placeholder ids of a model's configuration.
-
-    Args:
-        config: The whole model's; reads ``image_token_id``, ``video_token_id`` and ``audio_token_id``.
-        ids: int64 (n,).
-
-    Returns:
-        bool (n,) by modality, "text" first; only those that occur.
-    """
-    found = {}
-    for name in _MODALITIES:
-        placeholder = getattr(config, f"{name}_token_id", None)
-        if isinstance(placeholder, int):
-            found[name] = ids == placeholder
-    text = torch.ones_like(ids, dtype=torch.bool)
-    for own in found.values():
-        text &= ~own
-    return {name: own for name, own in {"text": text, **found}.items() if own.any()}
 
 
 def packed_layers(config: PreTrainedConfig) -> list[int]:

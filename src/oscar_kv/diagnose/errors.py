@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,6 +34,33 @@ def group_errors(exact: Tensor, packed: Tensor, group: int) -> Tensor:
 def class_errors(exact: Tensor, packed: Tensor, classes: Mapping[str, Tensor]) -> dict[str, float]:
     """Relative error of the tokens of each class that has any."""
     return {name: relative_error(exact, packed, own) for name, own in classes.items() if own.any()}
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a packed history does to the attention of a layer, by KV head over its queries.
+
+    Args:
+        kl: float64 (KV heads,) mean KL(exact || packed) of the attention weights, in nats.
+        error: float64 (KV heads,) squared error of the attention output.
+        norm: float64 (KV heads,) squared norm of the exact output.
+    """
+
+    kl: Tensor
+    error: Tensor
+    norm: Tensor
+
+    def numbers(self) -> dict[str, float]:
+        """Of the layer: "attention_kl", and "output_error", squared error over squared norm."""
+        return _effect(self.kl.mean(), self.error.sum(), self.norm.sum())
+
+    def by_head(self) -> list[dict[str, float]]:
+        """The same of each KV head."""
+        return [_effect(*head) for head in zip(self.kl, self.error, self.norm, strict=True)]
+
+
+def _effect(kl: Tensor, error: Tensor, norm: Tensor) -> dict[str, float]:
+    return {"attention_kl": float(kl), "output_error": float(error / norm) if norm > 0 else 0.0}
 
 
 class Attention:
@@ -83,21 +111,20 @@ class Attention:
         """Exact attention weights (query heads, m, n)."""
         return self._log_p[..., : self.keys.shape[1]].exp()
 
-    def compare(self, keys: Tensor, values: Tensor) -> dict[str, float]:
+    def compare(self, keys: Tensor, values: Tensor) -> Effect:
         """Effect of a packed history.
 
         Args:
             keys: float32 (KV heads, n, key_dim) as packed.
             values: float32 (KV heads, n, value_dim) as packed.
-
-        Returns:
-            "attention_kl": mean over heads and queries of KL(exact || packed) of the attention weights, in nats;
-            "output_error": relative squared error of the attention output.
         """
+        heads = keys.shape[0]
         keys, values = self._repeat(keys), self._repeat(values)
         log_p = self._log_weights(torch.where(self._packed, self._query @ keys.mT, self._scores))
         p = self._log_p.exp()
-        kl = torch.where(p > 0, p * (self._log_p - log_p), 0.0).sum(-1).mean()
+        kl = torch.where(p > 0, p * (self._log_p - log_p), 0.0).sum(-1)  # (query heads, m)
         weights = log_p[..., : keys.shape[1]].exp()
         output = (weights * self._packed) @ values + (weights * ~self._packed) @ self.values
-        return {"attention_kl": float(kl), "output_error": relative_error(self.output, output)}
+        error, norm = (x.double().square().sum((1, 2)) for x in (output - self.output, self.output))
+        kl, error, norm = (x.unflatten(0, (heads, -1)) for x in (kl.double().mean(-1), error, norm))
+        return Effect(kl.mean(-1), error.sum(-1), norm.sum(-1))

@@ -16,23 +16,26 @@ _DPI = 100
 _PALETTE = 256  # colors of a picture, for less than half of the bytes
 
 
-def write(report: Report, folder: Path) -> Path:
+def write(report: Report, folder: Path, layer: int | None = None) -> Path:
     """Write ``report.json``, the pictures and ``report.html``, which embeds them.
 
     Args:
         report: The diagnosis.
         folder: Where; made if need be.
+        layer: The layer whose norms and keys the pictures show; None chooses one.
 
     Returns:
         The path of the page.
 
     Raises:
         ImportError: The extra "plot" is not installed.
+        ValueError: The layer was not diagnosed.
     """
     jinja2 = import_extra("jinja2", "plot")
+    drawn = figures(report, layer)
     report.save(folder)
     pictures = []
-    for name, (figure, caption) in figures(report).items():
+    for name, (figure, caption) in drawn.items():
         png = _png(figure)
         (folder / f"{name}.png").write_bytes(png)
         pictures.append({"data": base64.b64encode(png).decode("ascii"), "caption": caption})

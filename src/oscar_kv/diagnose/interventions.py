@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -47,6 +47,12 @@ def interventions(keys: Tensor, unusual: Tensor) -> dict[str, tuple[Tensor, floa
         WITHOUT_ALL_SINKS: (_without(keys, unusual, plain), exact_bits),
         NORMS_AND_SINKS: (_without(keys / norms, unusual, plain) * norms, norm_bits + exact_bits),
     }
+
+
+def removed(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """What each repair removes of the error of plain keys' attention output; negative where the error grows."""
+    plain = max(rows[PLAIN]["output_error"], 1e-12)
+    return {name: 1.0 - row["output_error"] / plain for name, row in rows.items() if name != PLAIN}
 
 
 def _quantize(keys: Tensor, config: OscarConfig) -> Tensor:

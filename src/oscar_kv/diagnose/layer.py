@@ -6,18 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from oscar_kv.codec import transform_keys
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.diagnose.capture import LayerStates
-from oscar_kv.diagnose.errors import Attention, class_errors, group_errors, relative_error
+from oscar_kv.diagnose.effects import bound_numbers, step_numbers
+from oscar_kv.diagnose.errors import Attention, group_errors, relative_error
 from oscar_kv.diagnose.interventions import interventions
-from oscar_kv.diagnose.statistics import head_statistics, imbalance, in_groups, quantiles, spread
-from oscar_kv.diagnose.steps import BOTH, NONE, equalizer_of, roundtrip, steps
-from oscar_kv.diagnose.theory import check_bounds, group_bounds
-from oscar_kv.diagnose.tokens import attention_share, modality_gaps, token_classes
+from oscar_kv.diagnose.statistics import head_statistics, imbalance, in_groups, spread
+from oscar_kv.diagnose.steps import BOTH, NONE, roundtrip, steps
+from oscar_kv.diagnose.theory import group_bounds
+from oscar_kv.diagnose.tokens import (
+    attention_share,
+    modality_gaps,
+    over_text,
+    sinks,
+    token_classes,
+    unusual_tokens,
+)
 
 _GROUP = 32  # tokens per group of the statistics
 _PICTURE_TOKENS = 128
@@ -61,47 +68,70 @@ def diagnose_layer(states: LayerStates, modality: Mapping[str, Tensor]) -> Layer
     modality = {name: own[: keys.shape[2]].to(keys.device) for name, own in modality.items()}
     modality = {name: own for name, own in modality.items() if own.any()}
     attention = Attention(states)
-    share = attention_share(attention.weights, attention.positions)
+    weights = attention.weights  # (query heads, m, n)
+    share = attention_share(weights, attention.positions)
     classes = token_classes(keys[0], share, _GROUP)
     configs = steps(values.shape[-1])
     packed = {name: roundtrip(keys, values, config, states.query) for name, config in configs.items()}
-    gap = imbalance(keys[0], _GROUP)[1]
-    heads = keys.shape[1]
-    queries = states.query[0].unflatten(0, (heads, -1))
+    repaired = interventions(keys, classes["sink"] | classes["low_norm"])
     numbers = {
         "layer": states.index,
         "kv_heads": keys.shape[1],
         "key_dim": keys.shape[-1],
         "value_dim": values.shape[-1],
-        "heads": [head_statistics(queries[h], keys[0, h], values[0, h], _GROUP) for h in range(heads)],
-        "tokens": _tokens(keys[0], share, classes),
+        "heads": _heads(states, weights, attention.positions, modality),
+        "tokens": unusual_tokens(keys[0], share, classes),
         "modalities": modality_gaps(keys[0], values[0], modality),
-        "steps": {name: _step(states, attention, packed[name], configs[name], classes, modality) for name in configs},
+        "steps": {
+            name: step_numbers(states, attention, packed[name], config, classes, modality, _GROUP)
+            for name, config in configs.items()
+        },
         "interventions": {
-            name: {"key_error": relative_error(keys, k), "extra_bits": bits, **attention.compare(k[0], values[0])}
-            for name, (k, bits) in interventions(keys, classes["sink"] | classes["low_norm"]).items()
+            name: {"key_error": relative_error(keys, k), "extra_bits": bits}
+            | attention.compare(k[0], values[0]).numbers()
+            for name, (k, bits) in repaired.items()
         },
-        "theory": {name: _theory(keys, packed[name][0], configs[name]) for name in (NONE, BOTH)},
+        "theory": {name: bound_numbers(keys, packed[name][0], configs[name]) for name in (NONE, BOTH)},
     }
-    mean_square = in_groups(keys[0], _GROUP).square().sum(-1).mean(-1).double().clamp(min=1e-300)
+    return LayerDiagnosis(states.index, numbers, **_drawn(states, packed[NONE][0], configs))
+
+
+def _heads(
+    states: LayerStates, weights: Tensor, positions: Tensor, modality: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    """Statistics of each KV head before any step."""
+    keys, values = states.key[0], states.value[0]
+    queries, weights = (x.unflatten(0, (len(keys), -1)) for x in (states.query[0], weights))
+    return [
+        {
+            **head_statistics(queries[h], keys[h], values[h], _GROUP),
+            "sinks": sinks(attention_share(weights[h], positions)).nonzero().flatten().tolist(),
+            "key_over_text": over_text(keys[h].norm(dim=-1), modality),
+        }
+        for h in range(len(keys))
+    ]
+
+
+def _drawn(states: LayerStates, plain: Tensor, configs: Mapping[str, OscarConfig]) -> dict[str, Any]:
+    """What the pictures need, from the keys and from the same in plain 2-bit groups."""
+    keys = states.key[0]
+    grouped = in_groups(keys, _GROUP)
+    gap = imbalance(keys, _GROUP)[1]
+    mean_square = grouped.square().sum(-1).mean(-1).double().clamp(min=1e-300)
     groups = {
-        "error": group_errors(keys[0], packed[NONE][0][0], _GROUP),
+        "error": group_errors(keys, plain[0], _GROUP),
         "gap": gap,
-        "spread": spread(keys[0], _GROUP),
-        "bound": group_bounds(in_groups(keys[0], _GROUP), configs[NONE].key_bits)["gap"] / mean_square,
+        "spread": spread(keys, _GROUP),
+        "bound": group_bounds(grouped, configs[NONE].key_bits)["gap"] / mean_square,
     }
-    worst = int(gap.mean(-1).argmax())
-    first = keys[:, :, :_PICTURE_TOKENS]
-    return LayerDiagnosis(
-        index=states.index,
-        numbers=numbers,
-        groups={name: x.flatten().double().cpu() for name, x in groups.items()},
-        norms={
-            name: x[0].norm(dim=-1).cpu() for name, x in (("query", states.query), ("key", keys), ("value", values))
-        },
-        before=first[0, worst].cpu(),
-        after=transform_keys(first, configs[BOTH], None)[0][0, worst].cpu(),
-    )
+    sides = {"query": states.query, "key": states.key, "value": states.value}
+    first, head = states.key[:, :, :_PICTURE_TOKENS], int(gap.mean(-1).argmax())
+    return {
+        "groups": {name: x.flatten().double().cpu() for name, x in groups.items()},
+        "norms": {name: x[0].norm(dim=-1).cpu() for name, x in sides.items()},
+        "before": first[0, head].cpu(),
+        "after": transform_keys(first, configs[BOTH], None)[0][0, head].cpu(),
+    }
 
 
 def _whole_blocks(states: LayerStates) -> LayerStates:
@@ -113,56 +143,3 @@ def _whole_blocks(states: LayerStates) -> LayerStates:
             raise ValueError(f"layer {states.index} has a {name} that is not finite")
     mask = None if states.mask is None else states.mask[:, :, :n, :n]
     return replace(states, mask=mask, **cut)
-
-
-def _tokens(keys: Tensor, share: Tensor, classes: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Sinks and tokens of unusual norm: where they are, and how many."""
-    norms = keys.norm(dim=(0, -1))
-    relative = norms / norms.median()
-
-    def places(name: str) -> list[int]:
-        return torch.nonzero(classes[name]).flatten().tolist()
-
-    return {
-        "sinks": [
-            {"position": i, "attention": float(share[i]), "norm_over_median": float(relative[i])}
-            for i in places("sink")
-        ],
-        "low_norm": places("low_norm"),
-        "high_norm": places("high_norm"),
-        "count": {name: int(own.sum()) for name, own in classes.items()},
-    }
-
-
-def _step(
-    states: LayerStates,
-    attention: Attention,
-    packed: tuple[Tensor, Tensor],
-    config: OscarConfig,
-    classes: Mapping[str, Tensor],
-    modality: Mapping[str, Tensor],
-) -> dict[str, Any]:
-    """Errors after a step; norms and directions in the space in which that step quantizes."""
-    (keys, values), (k, v) = (states.key, states.value), packed
-    space = transform_keys(keys, config, equalizer_of(keys, config, states.query))[0][0]
-    ratio, gap = imbalance(space, _GROUP)
-    return {
-        "key_error": relative_error(keys, k),
-        "value_error": relative_error(values, v),
-        **attention.compare(k[0], v[0]),
-        "group_error": quantiles(group_errors(keys[0], k[0], _GROUP)),
-        "imbalance_ratio": quantiles(ratio),
-        "imbalance_gap": quantiles(gap),
-        "spread": quantiles(spread(space, _GROUP)),
-        "classes": {"key": class_errors(keys[0], k[0], classes), "value": class_errors(values[0], v[0], classes)},
-        "modalities": {"key": class_errors(keys[0], k[0], modality), "value": class_errors(values[0], v[0], modality)},
-    }
-
-
-def _theory(keys: Tensor, packed: Tensor, config: OscarConfig) -> dict[str, Any]:
-    """The bound in the space in which the keys are quantized."""
-    exact, norms, _ = transform_keys(keys, config, None)
-    x = transform_keys(packed, replace(config, token_norm=None), None)[0]
-    if norms is not None:
-        x = x / norms.float().unsqueeze(-1)
-    return check_bounds(exact[0], x[0], config.key_bits, config.key_group)

@@ -1,4 +1,4 @@
-"""From the statistics of all layers to a configuration and advice. The rules and thresholds are all here."""
+"""From the statistics of all layers to a configuration. Its rules and thresholds are all here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from oscar_kv.diagnose.advice import WIDE_GROUP, layer_advice, widest
 from oscar_kv.diagnose.statistics import OUTLIER_CHANNEL
 from oscar_kv.diagnose.steps import BOTH, RECOMMENDABLE, SCALING
 from oscar_kv.evaluate import PRESETS
@@ -14,9 +15,6 @@ KL_CLASSES = {"negligible": 0.01, "small": 0.1, "noticeable": 0.5, "severe": flo
 KL_PER_OUTPUT_ERROR = 2.0  # nats per output error, mean over all layers, of three small models: see docs/tni.md
 _ACCEPTED = ("negligible", "small")
 _MAX_SINKS = 64
-_WEAK_LAYER = 0.1  # relative error of a layer's attention output from which on more bits are advised
-_WIDE_GROUP = 4.0  # largest over smallest norm of a group from which on norms count as imbalanced
-_MODALITY_GAP = 2.0  # ratio of median norms
 _WORSE = 1.25  # ratio of errors from which on one step is called worse than another
 
 
@@ -44,7 +42,7 @@ def recommend(summary: dict[str, Any], layers: Sequence[dict[str, Any]], num_lay
     }
     preset = next((name for name in RECOMMENDABLE if kl_class(expected[name]) in _ACCEPTED), RECOMMENDABLE[-1])
     sinks = max(PRESETS[preset].num_sinks, leading_sinks(layers))
-    advice = [found for layer in layers if (found := _layer_advice(layer, preset))]
+    advice = [found for layer in layers if (found := layer_advice(layer, preset))]
     return {
         "preset": preset,
         "config": asdict(replace(PRESETS[preset], num_sinks=sinks)),
@@ -61,49 +59,6 @@ def leading_sinks(layers: Sequence[dict[str, Any]]) -> int:
     places = {s["position"] for layer in layers for s in layer["tokens"]["sinks"]}
     places |= {i for layer in layers for i in layer["tokens"]["low_norm"]}
     return next(i for i in range(_MAX_SINKS + 1) if i not in places or i == _MAX_SINKS)
-
-
-def causes(layer: dict[str, Any]) -> list[str]:
-    """What makes a layer hard to quantize, each in a few words with its number."""
-    found, tokens = [], layer["tokens"]
-    if tokens["sinks"]:
-        strongest = max(tokens["sinks"], key=lambda sink: sink["attention"])
-        found.append(
-            f"{len(tokens['sinks'])} sinks, token {strongest['position']} takes {strongest['attention']:.0%} of the "
-            f"attention at {strongest['norm_over_median']:.2g} of the median norm"
-        )
-    for kind in ("low_norm", "high_norm"):
-        if tokens[kind]:
-            found.append(f"{len(tokens[kind])} tokens of {kind.replace('_', ' ')}, the first at {tokens[kind][0]}")
-    ratio = _widest(layer)
-    if ratio > _WIDE_GROUP:
-        found.append(f"norms differ {ratio:.3g} times within a group")
-    channels = max(layer["heads"], key=lambda head: len(head["channels"]["outliers"]))["channels"]
-    if channels["outliers"]:
-        found.append(
-            f"{len(channels['outliers'])} outlier channels, up to {channels['max_over_median']:.3g} x the median"
-        )
-    for name, gap in layer["modalities"].items():
-        if not 1 / _MODALITY_GAP <= gap["key_over_text"] <= _MODALITY_GAP and name != "text":
-            found.append(f"{name} keys have {gap['key_over_text']:.2g} times the norm of text")
-    return found
-
-
-def _widest(layer: dict[str, Any]) -> float:
-    """Largest ratio of two norms within a group, over the heads."""
-    return float(max(head["imbalance_ratio"]["max"] for head in layer["heads"]))
-
-
-def _layer_advice(layer: dict[str, Any], preset: str) -> dict[str, Any] | None:
-    """Bits for a layer whose attention output suffers under the preset, and what else is unusual about it."""
-    errors = {name: layer["steps"][name]["output_error"] for name in (preset, RECOMMENDABLE[-1])}
-    bits = None
-    if errors[preset] > _WEAK_LAYER:
-        bits = 4 if errors[RECOMMENDABLE[-1]] <= _WEAK_LAYER and preset != RECOMMENDABLE[-1] else 16
-    found = causes(layer)
-    if bits is None and not found:
-        return None
-    return {"layer": layer["layer"], "output_error": errors[preset], "bits": bits, "causes": found}
 
 
 def _reasons(
@@ -128,12 +83,12 @@ def _reasons(
             f"{len(outliers)} of {len(layers)} layers have outlier channels (range above {OUTLIER_CHANNEL:g} x the "
             "median): the presets equalize channels before they rotate."
         )
-    wide = {n["layer"]: ratio for n in layers if (ratio := _widest(n)) > _WIDE_GROUP}
+    wide = {n["layer"]: ratio for n in layers if (ratio := widest(n)) > WIDE_GROUP}
     if wide:
         worst = max(wide, key=lambda layer: wide[layer])
         reasons.append(
-            f"{len(wide)} of {len(layers)} layers have groups whose norms differ more than {_WIDE_GROUP:g} times, "
-            f"layer {worst} {wide[worst]:.3g} times: the presets take the norm out of each key."
+            f"{len(wide)} of {len(layers)} layers have groups whose norms differ more than {WIDE_GROUP:g} times, "
+            f"layer {worst} the most, {wide[worst]:.3g} times: the presets take the norm out of each key."
         )
     rotated, plain = (summary["steps"][name]["output_error"] for name in (BOTH, SCALING))
     if rotated > _WORSE * plain:

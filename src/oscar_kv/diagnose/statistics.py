@@ -68,6 +68,27 @@ def channel_ranges(keys: Tensor, group: int) -> Tensor:
     return (grouped.amax(-2) - grouped.amin(-2)).mean(-2)
 
 
+def key_statistics(keys: Tensor, group: int) -> dict[str, object]:
+    """Imbalance and directional spread of the groups of one head, and its outlier channels.
+
+    Args:
+        keys: (n, key_dim).
+        group: Tokens per key group.
+    """
+    ratio, gap = imbalance(keys, group)
+    ranges = channel_ranges(keys, group)
+    middle = ranges.median()
+    return {
+        "imbalance_ratio": quantiles(ratio),
+        "imbalance_gap": quantiles(gap),
+        "spread": quantiles(spread(keys, group)),
+        "channels": {
+            "max_over_median": float(ranges.max() / middle) if middle > 0 else math.nan,
+            "outliers": torch.nonzero(ranges > OUTLIER_CHANNEL * middle).flatten().tolist(),
+        },
+    }
+
+
 def head_statistics(queries: Tensor, keys: Tensor, values: Tensor, group: int) -> dict[str, object]:
     """Statistics of one KV head.
 
@@ -77,20 +98,9 @@ def head_statistics(queries: Tensor, keys: Tensor, values: Tensor, group: int) -
         values: (n, value_dim).
         group: Tokens per key group.
     """
-    ratio, gap = imbalance(keys, group)
-    ranges = channel_ranges(keys, group)
-    middle = ranges.median()
-    whole = torch.nn.functional.normalize(keys, dim=-1).mean(0).norm()
+    sides = {"query": queries, "key": keys, "value": values}
     return {
-        "norms": {
-            name: norm_statistics(x.norm(dim=-1)) for name, x in (("query", queries), ("key", keys), ("value", values))
-        },
-        "imbalance_ratio": quantiles(ratio),
-        "imbalance_gap": quantiles(gap),
-        "spread": quantiles(spread(keys, group)),
-        "mean_resultant_length": float(whole),
-        "channels": {
-            "max_over_median": float(ranges.max() / middle) if middle > 0 else math.nan,
-            "outliers": torch.nonzero(ranges > OUTLIER_CHANNEL * middle).flatten().tolist(),
-        },
+        "norms": {name: norm_statistics(x.norm(dim=-1)) for name, x in sides.items()},
+        **key_statistics(keys, group),
+        "mean_resultant_length": float(torch.nn.functional.normalize(keys, dim=-1).mean(0).norm()),
     }

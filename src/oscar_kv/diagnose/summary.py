@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from oscar_kv.diagnose.interventions import NORMS, NORMS_AND_SINKS, PLAIN, ROTATED, WITHOUT_ALL_SINKS, WITHOUT_SINKS
+from oscar_kv.diagnose.interventions import (
+    NORMS,
+    NORMS_AND_SINKS,
+    PLAIN,
+    ROTATED,
+    WITHOUT_ALL_SINKS,
+    WITHOUT_SINKS,
+    removed,
+)
 from oscar_kv.diagnose.layer import LayerDiagnosis
 from oscar_kv.diagnose.theory import regress
 
@@ -74,22 +82,39 @@ def theory(layers: Sequence[LayerDiagnosis]) -> dict[str, Any]:
     return {"bound": spaces, "regression": regress(together["error"], factors)}
 
 
-def verdict(interventions: dict[str, dict[str, float]]) -> dict[str, Any]:
+def verdict(interventions: dict[str, dict[str, float]], layers: Sequence[LayerDiagnosis]) -> dict[str, Any]:
     """Whether token norms are what hurts most, by how much of the error of the attention output each repair removes.
 
     The rule: a repair of norms alone removes more than half of the error of plain groups, and more than rotation does.
+
+    Args:
+        interventions: Means over the layers.
+        layers: The layers, of each of which the same is asked.
+
+    Returns:
+        "primary", None where there is nothing to repair; "removed" by repair; "layers" in which the rule holds; "text".
     """
     worst = interventions[PLAIN]["output_error"]
+    own = [layer.index for layer in layers if _norms_are_primary(layer.numbers["interventions"])]
     if worst < _WORTH_REPAIRING:
-        return {"primary": None, "removed": {}, "text": "Plain 2-bit keys change the attention output hardly at all."}
-    removed = {name: 1.0 - row["output_error"] / worst for name, row in interventions.items() if name != PLAIN}
-    norms = max(removed[name] for name in NORMS)
-    primary = norms > 0.5 and norms > removed[ROTATED]
+        text = "Plain 2-bit keys change the attention output hardly at all."
+        return {"primary": None, "removed": {}, "layers": own, "text": text}
+    shares = removed(interventions)
+    norms = max(shares[name] for name in NORMS)
+    primary = _norms_are_primary(interventions)
     text = (
         f"Plain 2-bit keys change the attention output by {worst:.3g} (relative squared error). Repairing norms alone "
-        f"removes {norms:.0%} of that, rotation alone {removed[ROTATED]:.0%}, first tokens in 16 bit "
-        f"{removed[WITHOUT_SINKS]:.0%}, all sinks and low-norm tokens in 16 bit {removed[WITHOUT_ALL_SINKS]:.0%}, "
-        f"these and equal norms {removed[NORMS_AND_SINKS]:.0%}. Token norm imbalance is {'' if primary else 'not '}"
-        "the primary bottleneck here, by the rule that repairing norms removes more than half, and more than rotation."
+        f"removes {norms:.0%} of that, rotation alone {shares[ROTATED]:.0%}, first tokens in 16 bit "
+        f"{shares[WITHOUT_SINKS]:.0%}, all sinks and low-norm tokens in 16 bit {shares[WITHOUT_ALL_SINKS]:.0%}, "
+        f"these and equal norms {shares[NORMS_AND_SINKS]:.0%}. Token norm imbalance is {'' if primary else 'not '}"
+        "the primary bottleneck here, by the rule that repairing norms removes more than half, and more than rotation. "
+        f"Layer by layer it is in {len(own)} of {len(layers)}."
     )
-    return {"primary": primary, "removed": removed, "text": text}
+    return {"primary": primary, "removed": shares, "layers": own, "text": text}
+
+
+def _norms_are_primary(interventions: dict[str, dict[str, float]]) -> bool:
+    shares = removed(interventions)
+    norms = max(shares[name] for name in NORMS)
+    hurts = interventions[PLAIN]["output_error"] >= _WORTH_REPAIRING
+    return hurts and norms > 0.5 and norms > shares[ROTATED]
