@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from oscar_kv.attention import KVView, attend, new_tokens
-from oscar_kv.cache import ATTENTION_NAME, HANDOFF, OscarCache, OscarLayer
+from oscar_kv.cache import ATTENTION_NAME, HANDOFF, SHARED, OscarCache, OscarLayer
 from oscar_kv.config import OscarConfig
+from oscar_kv.integrations.switch import set_attention
 from oscar_kv.pack import RecordLayout
 
 # ``cache`` since transformers 5.24, ``past_key_values`` before
@@ -91,19 +91,26 @@ def oscar_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return out
+    shared: KVView | None = getattr(key, SHARED, None)  # another layer's keys, which it has attended to
     try:
         _refuse_unknown(layer is not None, dropout, kwargs)
+        if layer is not None and layer.pending is not None:
+            _check_mask(attention_mask, layer.get_seq_length())
     except NotImplementedError:
         if layer is not None:
             layer.pending = None  # the pass is off, and the cache is as it was
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    commit = None
     if layer is None:
-        view, commit = _exact_view(key, value), None
+        view = _exact_view(key, value)
+    elif shared is not None:
+        view = shared
     else:
         state, recent = layer.take(new_tokens(attention_mask, query.shape[2]))
         view, commit = state.view(recent), (layer, recent)
+        layer.share(key, view)
     output = attend(
         query,
         view,
@@ -130,6 +137,15 @@ def _refuse_unknown(packed: bool, dropout: float, kwargs: dict[str, Any]) -> Non
         )
 
 
+def _check_mask(mask: Tensor | None, cached: int) -> None:
+    """Refuse a mask that a model made itself from the keys and values it got, which are the new ones alone."""
+    if mask is not None and mask.shape[-1] <= cached:
+        raise NotImplementedError(
+            f"a mask of {mask.shape[-1]} columns over {cached} cached tokens: this model looks into its cache by "
+            "itself; use attention 'sdpa'"
+        )
+
+
 def _exact_view(key: Tensor, value: Tensor) -> KVView:
     """A view of keys and values of which none is packed."""
     layout = RecordLayout(OscarConfig(key_bits=16, value_bits=16), key.shape[-1], value.shape[-1], key.dtype)
@@ -142,14 +158,8 @@ class Enabled:
 
     def __init__(self, model: PreTrainedModel, oscar_config: OscarConfig | None, attention: str) -> None:
         self.model, self.oscar_config = model, OscarConfig() if oscar_config is None else oscar_config
-        self._attention = model.config._attn_implementation
-        self._attentions = {name: getattr(model.config, name)._attn_implementation for name in _sub_configs(model)}
         OscarCache(model.config, self.oscar_config)  # refuse an unsupported model before anything changes
-        model.set_attn_implementation(attention)
-        if model.config.get_text_config(decoder=True)._attn_implementation != attention:
-            raise NotImplementedError(
-                f"{type(model).__name__} cannot run attention '{attention}': try attention='sdpa'"
-            )
+        self._attentions = set_attention(model, attention)
         self._generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
         model.generate = self.generate  # type: ignore[assignment]
 
@@ -175,7 +185,7 @@ class Enabled:
         """Give the model back as it was."""
         if vars(self.model).get("generate") == self.generate:
             del self.model.generate
-            self.model.set_attn_implementation({"": self._attention, **self._attentions})
+            self.model.config._attn_implementation = self._attentions
 
     def __enter__(self) -> Enabled:
         return self
@@ -211,19 +221,3 @@ def enable(
         raise ValueError("model.generate is replaced already; disable() the first handle")
     register()
     return Enabled(model, oscar_config, attention)
-
-
-@contextmanager
-def replaced_attention(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """Run a model with another attention implementation for a while."""
-    own = {"": model.config._attn_implementation}
-    own |= {name: getattr(model.config, name)._attn_implementation for name in _sub_configs(model)}
-    model.set_attn_implementation(attention)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)
-
-
-def _sub_configs(model: PreTrainedModel) -> list[str]:
-    return [name for name in model.config.sub_configs if getattr(model.config, name, None) is not None]
