@@ -110,7 +110,9 @@ def test_only_full_attention_is_packed() -> None:
     assert len(cache.packed_layers) == 2
 
 
-@pytest.mark.parametrize(("name", "mode"), [("lfm2", "oscar"), ("lfm2", "sdpa"), ("gemma4", "oscar"), ("gemma4", "sdpa")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("lfm2", "oscar"), ("lfm2", "sdpa"), ("gemma4", "oscar"), ("gemma4", "sdpa")]
+)
 def test_other_layers_stay_as_they_are(name: str, mode: str) -> None:
     """Convolutions, and layers that share another's keys and values, beside packed layers."""
     model, truth = pair(name, mode)

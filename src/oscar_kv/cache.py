@@ -26,6 +26,7 @@ from oscar_kv.offload import Offload
 from oscar_kv.padding import Padding
 from oscar_kv.support import (
     check_model,
+    cross_attention,
     has_recurrent_state,
     head_dim,
     plain_layers,
@@ -290,6 +291,7 @@ class OscarCache(DynamicCache):
         self.padding = Padding(attention_mask)
         self.host = Offload() if offload else None
         self.shares_keys = shares_keys(decoder)
+        self._cross_attention = cross_attention(decoder)
         if offload and self.shares_keys:
             raise NotImplementedError("offload for a model whose layers share keys and values")
         layers = [self._layer(i, layer) for i, layer in enumerate(plain_layers(config))]
@@ -301,7 +303,7 @@ class OscarCache(DynamicCache):
 
     def _layer(self, index: int, plain: Any) -> Any:
         """The layer in the place of one of transformers: a packed one where that keeps its whole history."""
-        if type(plain) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
+        if type(plain) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer) or index in self._cross_attention:
             return plain
         dim = head_dim(self._decoder, index)
         self.oscar_config.check_head_dim(dim, dim)

@@ -46,6 +46,11 @@ def shares_keys(decoder: PreTrainedConfig) -> bool:
     return bool(getattr(decoder, "num_kv_shared_layers", 0))
 
 
+def cross_attention(decoder: PreTrainedConfig) -> frozenset[int]:
+    """The layers that attend to images alone (Mllama), whose keys and values never grow."""
+    return frozenset(getattr(decoder, "cross_attention_layers", None) or ())
+
+
 def has_recurrent_state(layer: Any) -> bool:
     """Whether a layer has the state of a linear attention, which knows no earlier one."""
     return any(getattr(layer, "is_recurrent_states_initialized", {}).values())

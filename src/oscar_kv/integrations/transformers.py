@@ -157,11 +157,12 @@ class Enabled:
     """A model whose ``generate`` uses an :class:`OscarCache`; :meth:`disable`, or leaving ``with``, undoes it."""
 
     def __init__(self, model: PreTrainedModel, oscar_config: OscarConfig | None, attention: str) -> None:
-        self.model, self.oscar_config = model, OscarConfig() if oscar_config is None else oscar_config
+        self.oscar_config = OscarConfig() if oscar_config is None else oscar_config
         OscarCache(model.config, self.oscar_config)  # refuse an unsupported model before anything changes
-        self._attentions = set_attention(model, attention)
-        self._generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
-        model.generate = self.generate  # type: ignore[assignment]
+        self._whole, self._attentions = model, set_attention(model, attention)
+        self.model = _writer(model)
+        self._generate: Callable[..., Any] = self.model.generate  # type: ignore[assignment]
+        self.model.generate = self.generate  # type: ignore[assignment]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` with a fresh :class:`OscarCache`, unless the caller brings a cache or wants none."""
@@ -185,7 +186,7 @@ class Enabled:
         """Give the model back as it was."""
         if vars(self.model).get("generate") == self.generate:
             del self.model.generate
-            self.model.config._attn_implementation = self._attentions
+            self._whole.config._attn_implementation = self._attentions
 
     def __enter__(self) -> Enabled:
         return self
@@ -217,7 +218,13 @@ def enable(
         >>> handle = oscar_kv.enable(model)  # doctest: +SKIP
         >>> model.generate(**inputs, max_new_tokens=100)  # doctest: +SKIP
     """
-    if "generate" in vars(model):
+    if "generate" in vars(_writer(model)):
         raise ValueError("model.generate is replaced already; disable() the first handle")
     register()
     return Enabled(model, oscar_config, attention)
+
+
+def _writer(model: PreTrainedModel) -> PreTrainedModel:
+    """The part whose ``generate`` writes text: the thinker of an omni model, whose talker has another cache."""
+    thinker: PreTrainedModel = getattr(model, "thinker", model)
+    return thinker

@@ -1,0 +1,213 @@
+"""The model families that are tested, one row each: ``test_families.py`` runs them, ``docs/models.md`` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import media
+import oscar_kv
+from models import COMMON, VOCAB, WINDOW
+from prompts import Prompt
+
+_SLIDING: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": WINDOW,
+}
+_LINEAR: dict[str, Any] = {
+    **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16},
+    **{"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4},
+}
+_EXPERTS: dict[str, Any] = {
+    **{"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 48},
+    **{"shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+}
+_MAMBA: dict[str, Any] = {
+    **{"num_hidden_layers": 3, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1},
+    **{"mamba_chunk_size": 32, "mamba_d_conv": 4, "mamba_expand": 2},
+}
+_SHARED: dict[str, Any] = {  # the last two layers read the keys and values of the first two
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW},
+    **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB},
+}
+_DIM_16 = {"head_dim": 16}  # 64 / 4, where a configuration has no head_dim of its own
+
+GATE = "its output gate stands between attention and o_proj"
+V_NORM = "v_norm stands between v_proj and attention"
+FUSED = "q, k and v are one projection"
+LAYOUT = "its layers have no v_proj and o_proj"
+SHARED_WEIGHTS = "its layers share one attention's weights"
+SCALED = "a norm stands between attention and o_proj"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is tested of one family.
+
+    Args:
+        models: What the documentation calls it.
+        config: Name of the configuration's class in transformers.
+        fields: Of that configuration, on top of the tiny ones that all share.
+        unfoldable: Why its value rotation cannot be folded into the weights; None where it can.
+    """
+
+    models: str
+    config: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    unfoldable: str | None = None
+
+
+TEXT: dict[str, Family] = {
+    "llama": Family("Llama 2, 3", "LlamaConfig"),
+    "qwen2": Family("Qwen2, Qwen2.5", "Qwen2Config", _DIM_16),
+    "qwen3": Family("Qwen3", "Qwen3Config", _DIM_16),
+    "mistral": Family("Mistral (no sliding window)", "MistralConfig", {"sliding_window": None}),
+    "ministral": Family("Mistral 7B v0.1 layout with full layers", "MinistralConfig", _SLIDING),
+    "phi3": Family("Phi-3, Phi-4", "Phi3Config", _DIM_16, FUSED),
+    "gemma": Family("Gemma", "GemmaConfig"),
+    "gemma2": Family(
+        "Gemma 2", "Gemma2Config", {**_SLIDING, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 5.0}
+    ),
+    "gemma3": Family("Gemma 3 (text)", "Gemma3TextConfig", {**_SLIDING, "query_pre_attn_scalar": 32}),
+    "gemma3n": Family(
+        "Gemma 3n (text)", "Gemma3nTextConfig",
+        {**_SHARED, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [96] * 4}, V_NORM,
+    ),
+    "gemma4": Family("Gemma 4 (text)", "Gemma4TextConfig", {**_SHARED, "global_head_dim": 64}, V_NORM),
+    "gpt_oss": Family("gpt-oss", "GptOssConfig", {**_SLIDING, **_EXPERTS}),
+    "cohere": Family("Command R", "CohereConfig", _DIM_16),
+    "cohere2": Family("Command A, Command R7B", "Cohere2Config", _SLIDING),
+    "olmo2": Family("OLMo 2", "Olmo2Config", _DIM_16),
+    "olmo3": Family("OLMo 3", "Olmo3Config", {**_SLIDING, **_DIM_16}),
+    "granite": Family("Granite 3", "GraniteConfig", _DIM_16),
+    "smollm3": Family("SmolLM3", "SmolLM3Config"),
+    "starcoder2": Family("StarCoder2", "Starcoder2Config", {**_DIM_16, "sliding_window": None}),
+    "exaone4": Family("EXAONE 4", "Exaone4Config", {**_SLIDING, **_DIM_16}),
+    "glm4": Family("GLM-4", "Glm4Config"),
+    "phi": Family("Phi-1.5, Phi-2", "PhiConfig", _DIM_16),
+    "gpt2": Family("GPT-2", "GPT2Config", {}, FUSED),
+    "gpt_neox": Family("Pythia, GPT-NeoX", "GPTNeoXConfig", _DIM_16, FUSED),
+    "opt": Family("OPT", "OPTConfig", {"word_embed_proj_dim": 64, "ffn_dim": 96}),
+    "mixtral": Family("Mixtral", "MixtralConfig", _EXPERTS),
+    "qwen3_moe": Family("Qwen3 MoE", "Qwen3MoeConfig", _EXPERTS),
+    "mimo": Family("MiMo-V2-Flash (keys wider than values)", "MiMoV2FlashConfig"),
+    "llama4": Family(
+        "Llama 4 (text)", "Llama4TextConfig",
+        {
+            **_EXPERTS, "num_hidden_layers": 3, "attention_chunk_size": WINDOW, "no_rope_layers": [1, 0, 1],
+            "layer_types": ["chunked_attention", "full_attention", "full_attention"],
+            "intermediate_size_mlp": 96, "interleave_moe_layer_step": 1,
+        },
+    ),
+    "qwen3_next": Family("Qwen3-Next", "Qwen3NextConfig", {**_LINEAR, **_EXPERTS, "partial_rotary_factor": 0.5}, GATE),
+    "qwen3_5": Family("Qwen3.5, Qwen3.6 (text)", "Qwen3_5TextConfig", _LINEAR, GATE),
+    "lfm2": Family("LFM2", "Lfm2Config", {**_LINEAR, "layer_types": ["conv", "full_attention", "full_attention"]}),
+    "jamba": Family(
+        "Jamba", "JambaConfig",
+        {
+            **_EXPERTS, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
+            "mamba_dt_rank": 4, "expert_layer_period": 2, "expert_layer_offset": 1,
+        },
+    ),
+    "bamba": Family("Bamba", "BambaConfig", {**_MAMBA, **_DIM_16, "attn_layer_indices": [1, 2]}),
+    "granite4": Family(
+        "Granite 4", "GraniteMoeHybridConfig",
+        {**_EXPERTS, **_MAMBA, **_DIM_16, "layer_types": ["mamba", "attention", "attention"],
+         "shared_intermediate_size": 48},
+    ),
+    "nemotron_h": Family(
+        "Nemotron-H, Nemotron 3", "NemotronHConfig",
+        {
+            **_EXPERTS, "num_hidden_layers": 4, "layers_block_type": ["mamba", "attention", "moe", "attention"],
+            "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 32,
+            "n_routed_experts": 2, "moe_shared_expert_intermediate_size": 48, "moe_latent_size": None,
+        },
+    ),
+    "falcon_h1": Family("Falcon-H1", "FalconH1Config", {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128}),
+    "zamba2": Family(
+        "Zamba2", "Zamba2Config",
+        {
+            "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "n_mamba_heads": 4,
+            "mamba_headdim": 32, "mamba_d_state": 16, "mamba_ngroups": 1, "chunk_size": 32, "num_mem_blocks": 1,
+            "num_key_value_heads": 4,
+        },
+        SHARED_WEIGHTS,
+    ),
+}  # fmt: skip
+
+
+@cache
+def text_model(name: str) -> PreTrainedModel:
+    """The random model of a text family, in eager attention; shared by the tests, which give it back as it was."""
+    family = TEXT[name]
+    kind = getattr(transformers, family.config, None)
+    if kind is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {family.config}")
+    config = kind(**{**COMMON, **family.fields})
+    oscar_kv.register()
+    torch.manual_seed(3)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class MediaFamily:
+    """What is tested of one family that sees or hears.
+
+    Args:
+        models: What the documentation calls it.
+        build: Makes the model, and what makes its prompts.
+        media: Of "image", "video" and "audio" what it takes.
+        processor: How the inputs of the tests are made.
+        unfoldable: Why its value rotation cannot be folded into the weights; None where it can.
+    """
+
+    models: str
+    build: Callable[[], tuple[PreTrainedModel, Prompt]]
+    media: tuple[str, ...]
+    processor: str
+    unfoldable: str | None = None
+
+
+WHOLE = "its own"
+PARTS = "its own image processor and feature extractor; placeholders by hand"
+MEDIA: dict[str, MediaFamily] = {
+    "llava": MediaFamily("LLaVA 1.5", media.llava, ("image",), WHOLE),
+    "llava_next": MediaFamily("LLaVA-NeXT", media.llava_next, ("image",), WHOLE),
+    "gemma3": MediaFamily("Gemma 3 (vision)", media.gemma3, ("image",), WHOLE),
+    "idefics3": MediaFamily("Idefics3", media.idefics3, ("image",), WHOLE),
+    "smolvlm": MediaFamily("SmolVLM", media.smolvlm, ("image",), PARTS),
+    "internvl": MediaFamily("InternVL 3", media.internvl, ("image",), PARTS),
+    "qwen2_5_vl": MediaFamily("Qwen2.5-VL", media.qwen2_5_vl, ("image", "video"), PARTS),
+    "qwen3_vl": MediaFamily("Qwen3-VL", media.qwen3_vl, ("image", "video"), PARTS),
+    "qwen2_5_omni": MediaFamily("Qwen2.5-Omni (thinker)", media.qwen2_5_omni, ("image", "video", "audio"), PARTS),
+    "qwen3_omni": MediaFamily("Qwen3-Omni (thinker)", media.qwen3_omni, ("image", "video", "audio"), PARTS),
+    "qwen2_audio": MediaFamily("Qwen2-Audio", media.qwen2_audio, ("audio",), WHOLE),
+    "voxtral": MediaFamily("Voxtral", media.voxtral, ("audio",), PARTS),
+}
+
+
+@cache
+def media_model(name: str) -> tuple[PreTrainedModel, Prompt]:
+    """The random model of such a family, and its prompts; shared by the tests, which give it back as it was."""
+    torch.manual_seed(3)
+    oscar_kv.register()
+    try:
+        model, prompt = MEDIA[name].build()
+    except AttributeError as missing:  # a class that an older transformers has not
+        pytest.skip(f"transformers {transformers.__version__}: {missing}")
+    decoder = model.config.get_text_config(decoder=True)
+    inside = {id(x) for part in model.modules() if getattr(part, "config", None) is decoder for x in part.parameters()}
+    for x in model.parameters():  # as wide as the decoder's: what is seen and heard shows in the tokens
+        if id(x) not in inside and x.ndim > 1:
+            torch.nn.init.normal_(x, std=0.2)
+    return model.eval(), prompt
