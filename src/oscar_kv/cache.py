@@ -217,7 +217,7 @@ class OscarHybridLayer(OscarLayer, LinearAttentionAndFullAttentionLayer):
     """A packed layer that also has the states of a linear attention (Falcon-H1, Zamba)."""
 
     device = None  # type: ignore[assignment]  # set by the states, and that of the tokens
-    is_croppable = LinearAttentionLayer.is_croppable
+    is_croppable = False  # a state knows no earlier one
 
     def __init__(self, cache: OscarCache, number_of_states: int) -> None:
         OscarLayer.__init__(self, cache)

@@ -35,9 +35,9 @@ def set_attention(model: PreTrainedModel, attention: str) -> dict[str, Any]:
     for name in _path(config, decoder):
         part[""], part = attention, part[name]
     part[""] = attention
+    inner = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is decoder)
     try:
-        own = {name: each if isinstance(each, str) else each[""] for name, each in wanted.items()}
-        model.set_attn_implementation(own)
+        next(inner, model).set_attn_implementation(attention)  # which checks that this part can run it
         if decoder._attn_implementation != attention:
             raise NotImplementedError(
                 f"{type(model).__name__} cannot run attention '{attention}': try another, or the model's own "
