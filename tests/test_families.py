@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from families import TEXT, text_model
 from forced import blocks, divergence, logits, oscar_logits
-from models import EXACT, generate, tokens
+from models import EXACT, forward, generate, passes, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.integrations.switch import replaced_attention
 
@@ -127,3 +127,24 @@ def test_second_turn(name: str) -> None:
         got = logits(model, again, cache, chosen)
     torch.testing.assert_close(got, want, **CLOSE)
     assert blocks(cache) == [[2]] * len(cache.packed_layers)
+
+
+def test_roll_back(name: str) -> None:
+    """Eight tokens are taken back across a block boundary; the state of a linear attention cannot be."""
+    model = text_model(name)
+    ids, wrong = tokens(270)[0], tokens(8, seed=2)[0]
+    kept = DynamicCache(config=model.config)
+    want = passes(model, ids, kept, [252, 1])
+    with replaced_attention(model, "oscar"):
+        cache = OscarCache(model.config, EXACT)
+        cache.activate_past_recording()
+        passes(model, ids[:, :252], cache, [252])
+        forward(model, wrong, cache)
+        if not TEXT[name].rolls_back:
+            with pytest.raises(ValueError, match="cannot be rolled back"):
+                cache.crop(-8)
+            assert cache.get_seq_length() == 260
+            return
+        cache.crop(-8)
+        got = passes(model, ids[:, 252:], cache, [1])
+    torch.testing.assert_close(got, want[:, 252:], **CLOSE)
