@@ -94,8 +94,8 @@ def page() -> str:
             table(["models", *special, *TEXT_TESTS], map(text_row, TEXT.values())),
             "## Images, video and sound\n\n",
             tests("test_media.py", MEDIA_TESTS),
-            "Processor: who makes the inputs of these tests. Where it is the parts, placeholders are laid out by hand and\n"
-            "the patches of videos are random, since whole processors with videos need torchvision.\n\n",
+            "Processor: what makes the inputs. Where it is the parts, placeholders are laid out by hand and the patches\n"
+            "of videos are random, since whole processors with videos need torchvision.\n\n",
             table(["models", *MEDIA_TESTS, "processor"], map(media_row, MEDIA.values())),
             "Layers that attend to images alone (Mllama) are left alone "
             "(`tests/test_media.py::test_cross_attention_is_left_alone`),\nand so is the talker of an omni model "

@@ -314,6 +314,7 @@ class OscarCache(DynamicCache):
         """The layers that this cache packs."""
         return [layer for layer in self.layers if isinstance(layer, OscarLayer)]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,7 @@ def oscar_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def oscar_attention(
     module: torch.nn.Module,
     query: Tensor,
