@@ -41,12 +41,10 @@ _SHARED: dict[str, Any] = {  # the last two layers read the keys and values of t
 }
 _DIM_16 = {"head_dim": 16}  # 64 / 4, where a configuration has no head_dim of its own
 
-GATE = "its output gate stands between attention and o_proj"
-V_NORM = "v_norm stands between v_proj and attention"
-FUSED = "q, k and v are one projection"
-LAYOUT = "its layers have no v_proj and o_proj"
-SHARED_WEIGHTS = "its layers share one attention's weights"
-SCALED = "a norm stands between attention and o_proj"
+# why values cannot be folded, as the errors say it
+GATE = "an output gate stands between attention and the output projection"
+V_NORM = "a norm stands between v_proj and attention"
+FUSED = "no attention module has a v_proj and o_proj for it alone; they are fused or shared"
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ TEXT: dict[str, Family] = {
             "mamba_headdim": 32, "mamba_d_state": 16, "mamba_ngroups": 1, "chunk_size": 32, "num_mem_blocks": 1,
             "num_key_value_heads": 4,
         },
-        SHARED_WEIGHTS,
+        FUSED,
         rolls_back=False,
     ),
 }  # fmt: skip
@@ -234,15 +232,13 @@ class MediaFamily:
         models: What the documentation calls it.
         build: Makes the model, and what makes its prompts.
         media: Of "image", "video" and "audio" what it takes.
-        processor: How the inputs of the tests are made.
-        unfoldable: Why its value rotation cannot be folded into the weights; None where it can.
+        processor: What makes the inputs of the tests.
     """
 
     models: str
     build: Callable[[], tuple[PreTrainedModel, Prompt]]
     media: tuple[str, ...]
     processor: str
-    unfoldable: str | None = None
 
 
 WHOLE = "its own"

@@ -31,6 +31,13 @@ TEXT_TESTS = {
     "turns": ("test_second_turn", "a further turn on the same cache"),
     "roll back": ("test_roll_back", "tokens are taken back across a block boundary"),
 }
+FOLD = {
+    "folded": (
+        "test_folded_is_online",
+        "the rotation of values is folded into the weights (`fold_values=True`), which come back bit for bit",
+    ),
+    "refused": ("test_what_cannot_be_folded", "it cannot be, for the reason given below; online it works"),
+}
 MEDIA_TESTS = {
     "images": ("test_media", "one image, and three in a row"),
     "video": ("test_media", "a video"),
@@ -50,7 +57,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def tests(file: str, columns: dict[str, tuple[str, str]]) -> str:
     """What a column's "yes" means, and which test says so."""
-    return "".join(f"* {name}: {what} (`tests/{file}::{test}`)\n" for name, (test, what) in columns.items()) + "\n"
+    return "".join(f"* {name}: {what} (`tests/{file}::{test}`)\n" for name, (test, what) in columns.items())
 
 
 def yes(given: object) -> str:
@@ -74,7 +81,11 @@ def parts(family: Family) -> list[str]:
 
 def text_row(family: Family) -> list[str]:
     tested = ["yes"] * (len(TEXT_TESTS) - 1) + ["yes" if family.rolls_back else "refused"]
-    return [family.models, *parts(family), *tested]
+    fold = "yes" if family.unfoldable is None else f"refused ({REASONS.index(family.unfoldable) + 1})"
+    return [family.models, *parts(family), *tested, fold]
+
+
+REASONS = sorted({family.unfoldable for family in TEXT.values() if family.unfoldable})
 
 
 def media_row(family: Any) -> list[str]:
@@ -91,10 +102,15 @@ def page() -> str:
             "Layers that keep their whole history are packed. Sliding and chunked windows and the states of linear\n"
             "attentions, convolutions and Mamba stay as they are; layers that read another layer's keys hold none.\n\n",
             tests("test_families.py", TEXT_TESTS),
-            table(["models", *special, *TEXT_TESTS], map(text_row, TEXT.values())),
+            tests("test_fold.py", FOLD),
+            "\n",
+            table(["models", *special, *TEXT_TESTS, "folded"], map(text_row, TEXT.values())),
+            "Why values are not folded:\n\n",
+            "".join(f"{i}. {reason}\n" for i, reason in enumerate(REASONS, 1)) + "\n",
             "## Images, video and sound\n\n",
             tests("test_media.py", MEDIA_TESTS),
-            "Processor: what makes the inputs. Where it is the parts, placeholders are laid out by hand and the patches\n"
+            "\n",
+            "Processor: what makes the inputs. Where it is the parts, placeholders are laid out by hand and patches\n"
             "of videos are random, since whole processors with videos need torchvision.\n\n",
             table(["models", *MEDIA_TESTS, "processor"], map(media_row, MEDIA.values())),
             "Layers that attend to images alone (Mllama) are left alone "

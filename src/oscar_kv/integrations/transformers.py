@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from oscar_kv.attention import KVView, attend, new_tokens
 from oscar_kv.cache import ATTENTION_NAME, HANDOFF, SHARED, OscarCache, OscarLayer
 from oscar_kv.config import OscarConfig
+from oscar_kv.integrations.fold import FoldedValues
 from oscar_kv.integrations.switch import set_attention
 from oscar_kv.pack import RecordLayout
 
@@ -157,11 +159,18 @@ def _exact_view(key: Tensor, value: Tensor) -> KVView:
 class Enabled:
     """A model whose ``generate`` uses an :class:`OscarCache`; :meth:`disable`, or leaving ``with``, undoes it."""
 
-    def __init__(self, model: PreTrainedModel, oscar_config: OscarConfig | None, attention: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, oscar_config: OscarConfig | None, attention: str, fold_values: bool
+    ) -> None:
         self.oscar_config = OscarConfig() if oscar_config is None else oscar_config
-        OscarCache(model.config, self.oscar_config)  # refuse an unsupported model before anything changes
-        self._whole, self._attentions = model, set_attention(model, attention)
-        self.model = _writer(model)
+        cache = OscarCache(model.config, self.oscar_config)  # refuse an unsupported model before anything changes
+        self._whole, self.model = model, _writer(model)
+        self._folded = self._fold(cache) if fold_values else None
+        try:
+            self._attentions = set_attention(model, attention)
+        except Exception:
+            self._unfold()
+            raise
         self._generate: Callable[..., Any] = self.model.generate  # type: ignore[assignment]
         self.model.generate = self.generate  # type: ignore[assignment]
 
@@ -183,11 +192,25 @@ class Enabled:
             kwargs[CACHE_ARGUMENT] = cache
         return self._generate(*args, **kwargs)
 
+    def _fold(self, cache: OscarCache) -> FoldedValues:
+        """Rotate the values by the weights, and not in the cache."""
+        if not self.oscar_config.rotate_values or self.oscar_config.value_bits == 16:
+            raise ValueError("fold_values: this configuration rotates no values")
+        packed = [i for i, layer in enumerate(cache.layers) if layer in cache.packed_layers]
+        folded = FoldedValues(self.model, packed)
+        self.oscar_config = replace(self.oscar_config, rotate_values=False)
+        return folded
+
+    def _unfold(self) -> None:
+        if self._folded is not None:
+            self._folded.undo()
+
     def disable(self) -> None:
         """Give the model back as it was."""
         if vars(self.model).get("generate") == self.generate:
             del self.model.generate
             self._whole.config._attn_implementation = self._attentions
+            self._unfold()
 
     def __enter__(self) -> Enabled:
         return self
@@ -197,7 +220,11 @@ class Enabled:
 
 
 def enable(
-    model: PreTrainedModel, oscar_config: OscarConfig | None = None, *, attention: str = ATTENTION_NAME
+    model: PreTrainedModel,
+    oscar_config: OscarConfig | None = None,
+    *,
+    attention: str = ATTENTION_NAME,
+    fold_values: bool = False,
 ) -> Enabled:
     """Make ``model.generate`` keep its KV cache in 2 bits.
 
@@ -206,13 +233,17 @@ def enable(
         oscar_config: What to quantize and how; the default is :class:`OscarConfig`.
         attention: "oscar" reads the packed bytes; any other attention of transformers reads a dequantized copy of one
             layer at a time.
+        fold_values: Multiply the rotation of the values into the weights of ``v_proj`` and ``o_proj``, in place and
+            until ``disable()``, so that it need not be computed. A cache made by hand then wants
+            ``handle.oscar_config``.
 
     Returns:
         A handle whose ``disable()`` undoes it; it is also a context manager.
 
     Raises:
-        NotImplementedError: The architecture is not supported, or cannot run this attention.
-        ValueError: The model is enabled already.
+        NotImplementedError: The architecture is not supported, cannot run this attention, or has weights that the
+            rotation cannot be folded into.
+        ValueError: The model is enabled already, or no values are rotated that could be folded.
 
     Example:
         >>> import oscar_kv
@@ -222,7 +253,7 @@ def enable(
     if "generate" in vars(_writer(model)):
         raise ValueError("model.generate is replaced already; disable() the first handle")
     register()
-    return Enabled(model, oscar_config, attention)
+    return Enabled(model, oscar_config, attention, fold_values)
 
 
 def _writer(model: PreTrainedModel) -> PreTrainedModel:
