@@ -61,8 +61,8 @@ class FoldedValues:
         if not error < _NEAR.get(model.dtype, _NEAR_16_BIT):
             self.undo()
             raise NotImplementedError(
-                f"values cannot be folded in {type(model).__name__}: logits move by {error:.1%}, so something must stand "
-                "between attention and its projections"
+                f"values cannot be folded in {type(model).__name__}: logits move by {error:.1%}, "
+                "so something must stand between attention and its projections"
             )
 
     def _write(self, weight: Tensor, new: Tensor) -> None:
