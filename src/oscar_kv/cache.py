@@ -426,7 +426,7 @@ class OscarCache(DynamicCache):
         for state in self._states():
             total.update(state.memory_bytes())
         total["index"] += self.timeline.nbytes + (0 if self.padding.mask is None else self.padding.mask.nbytes)
-        total["other_layers"] += sum(unpacked.held_bytes(layer) for layer in self.layers)  # states beside packed keys, too
+        total["other_layers"] += sum(unpacked.held_bytes(layer) for layer in self.layers)
         return {**total, "total": sum(total.values())}
 
     def bits_per_element(self) -> float:

@@ -164,6 +164,10 @@ class Enabled:
     ) -> None:
         self.oscar_config = OscarConfig() if oscar_config is None else oscar_config
         cache = OscarCache(model.config, self.oscar_config)  # refuse an unsupported model before anything changes
+        if attention == ATTENTION_NAME and cache.shares_keys and len(set(_devices(model))) > 1:
+            raise NotImplementedError(
+                f"attention '{ATTENTION_NAME}' for layers on several devices that share keys: use attention 'sdpa'"
+            )
         self._whole, self.model = model, _writer(model)
         self._folded = self._fold(cache) if fold_values else None
         try:
@@ -260,3 +264,8 @@ def _writer(model: PreTrainedModel) -> PreTrainedModel:
     """The part whose ``generate`` writes text: the thinker of an omni model, whose talker has another cache."""
     thinker: PreTrainedModel = getattr(model, "thinker", model)
     return thinker
+
+
+def _devices(model: PreTrainedModel) -> list[Any]:
+    """Where the parts of a model are that was loaded with a ``device_map``."""
+    return list((getattr(model, "hf_device_map", None) or {}).values())
