@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oscar_kv import kernels
-from oscar_kv.cache import ATTENTION_NAME, OscarCache
+from oscar_kv.cache import ATTENTION_NAME, OscarCache, OscarLayer
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 
@@ -116,8 +116,7 @@ def _check(cache: OscarCache) -> None:
     layers = cache.packed_layers
     if not cache.packed:
         raise NotImplementedError(f"a CUDA graph needs attention '{ATTENTION_NAME}': use oscar_kv.enable(model)")
-    if len(layers) != len(cache.layers):
-        kinds = sorted({type(layer).__name__ for layer in cache.layers if layer not in layers})
+    if kinds := sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not OscarLayer}):
         raise NotImplementedError(f"a CUDA graph cannot hold layers that are not packed: {', '.join(kinds)}")
     if cache.max_length is None:
         raise ValueError("a CUDA graph needs a cache that does not move: OscarCache(..., max_length=...)")
