@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 OLDEST_PINS ?= transformers==5.16.0 huggingface_hub==1.33.0
 OLDEST_TESTS ?= tests/test_cache_models.py tests/test_integration.py tests/test_bad_input.py tests/test_readme.py \
 	tests/test_baselines_cache.py tests/test_baselines_groups.py tests/test_baselines_together.py \
-	tests/test_diagnose_capture.py tests/test_diagnose_multimodal.py
+	tests/test_diagnose_capture.py tests/test_diagnose_multimodal.py tests/test_families.py tests/test_media.py \
+	tests/test_refused.py tests/test_fork.py tests/test_prefix.py tests/test_offload.py tests/test_tensor_parallel.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 

@@ -48,7 +48,7 @@ CONFIGS = {
     "plain": PLAIN,
 }
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -106,7 +106,7 @@ def make_model(
     The padding token has an embedding like any other, since it is generated like any other.
     """
     kind, own = _CONFIGS[name]
-    config = kind(**{**_COMMON, **own, **overrides})
+    config = kind(**{**COMMON, **own, **overrides})
     oscar_kv.register()
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -100,13 +100,6 @@ def test_double_precision_is_refused(mode: str) -> None:
     assert cache.memory_bytes()["total"] == 0
 
 
-def test_shared_keys_and_values_are_refused() -> None:
-    """Attention "oscar" reads a layer's keys once; for a layer that shares another's the error names the way out."""
-    model = make_model("gemma4", attention="oscar")
-    with pytest.raises((RuntimeError, NotImplementedError), match="use 'sdpa'"):
-        forward(model, tokens(300)[0], oscar_cache(model))
-
-
 # --- arguments
 
 

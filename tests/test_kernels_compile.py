@@ -93,6 +93,22 @@ def test_shared_memory_suffices_for_every_head_dimension(arch: str) -> None:
             assert dim % int(defines["VSLICE"]) == int(defines["VSLICE"]) % group == 0
 
 
+def test_launches_are_those_that_were_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200, with 4 queries of a KV head: warps, CTAs of a cluster and of a multiprocessor."""
+    monkeypatch.setattr(decode, "_properties", lambda device: (132, 232448))
+    monkeypatch.setattr(decode, "architecture", lambda device: "sm_90a")
+    fastest = {  # by (row, KV head) pairs and blocks of a row
+        (8, 8): (8, 2, 2), (8, 16): (8, 4, 2), (8, 32): (8, 8, 2), (8, 128): (8, 8, 2),
+        (8, 256): (16, 8, 1), (8, 512): None,
+        (32, 256): None, (64, 8): (8, 2, 2), (64, 64): (8, 2, 2), (64, 128): (16, 2, 1), (64, 256): (16, 2, 1),
+        (128, 32): (8, 1, 2), (192, 32): (8, 1, 2), (512, 8): (4, 1, 4), (512, 32): (4, 1, 4), (1024, 32): (4, 1, 4),
+        (512, 128): None,
+    }  # fmt: skip
+    for (units, blocks), expected in fastest.items():
+        chosen = decode._short(LAYOUT, 4, units, blocks, torch.device("cpu"))
+        assert (chosen and (chosen.warps, chosen.cluster, chosen.ctas)) == expected, (units, blocks)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("header", "fields", "flags"),

@@ -79,8 +79,15 @@ def test_what_a_fork_holds_is_stored_whole(dtype: torch.dtype, tmp_path: Path) -
     fork.save(tmp_path / "fork.safetensors")
     loaded = OscarCache.load(tmp_path / "fork.safetensors", model.config)
     assert same(loaded.state_dict(), fork.state_dict())
-    loaded.crop(-128)
-    assert loaded.get_seq_length() == 472
+    rest, _ = tokens(290, seed=5)
+    got, want = [], []
+    for other, out in ((loaded, got), (fork, want)):  # both go on recording
+        other.crop(-128)
+        out.append(passes(model, rest, other, SIZES))
+        other.crop(-128)
+        out.append(passes(model, rest, other, [290]))
+    assert torch.equal(torch.cat(got, dim=1), torch.cat(want, dim=1))
+    assert loaded.get_seq_length() == 600 - 128 + 290 - 128 + 290
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:

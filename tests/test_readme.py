@@ -46,7 +46,7 @@ def model_path(tmp_path: Path) -> str:
 def test_examples(model_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(model_path)
     names: dict[str, Any] = {"MODEL": model_path, "torch": torch}
-    assert list(EXAMPLES) == ["readme", "cache", "fork", "store"]
+    assert list(EXAMPLES) == ["readme", "cache", "fork", "store", "offload"]
     exec(EXAMPLES["readme"], names)
     exec(EXAMPLES["cache"], names)
     text, numbers = capsys.readouterr().out.rstrip().rsplit("\n", 1)
@@ -63,3 +63,6 @@ def test_examples(model_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert names["tokenizer"].decode(model.generate(**inputs, max_new_tokens=20)[0]) in answers
     exec(EXAMPLES["store"], names)
     assert names["cache"].get_seq_length() == len(names["document"])
+    exec(EXAMPLES["offload"], names)
+    assert torch.equal(names["output"], model.generate(**names["inputs"], max_new_tokens=200))
+    assert names["cache"].packed_layers[0].state.num_blocks == [2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -66,6 +66,17 @@ class KVView:
     def lengths(self) -> Tensor:
         """int32 (batch,): all tokens of each row."""
         return BLOCK_TOKENS * self.num_blocks + self.recent_lengths + self.fresh
+
+    def snapshot(self) -> KVView:
+        """The same, of tensors that stay as they are when the layer packs and its tail moves on."""
+        keys, values = self.recent
+        return replace(
+            self,
+            num_blocks=self.num_blocks.clone(),
+            recent=(keys.clone(), values.clone()),
+            recent_lengths=self.recent_lengths + self.fresh,
+            fresh=0,
+        )
 
 
 @dataclass

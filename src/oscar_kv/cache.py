@@ -11,17 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from oscar_kv import prefix, storage, unpacked
+from oscar_kv.attention import KVView
 from oscar_kv.config import OscarConfig
 from oscar_kv.layer import LayerState, Recent
 from oscar_kv.offload import Offload
 from oscar_kv.padding import Padding
+from oscar_kv.support import (
+    check_model,
+    cross_attention,
+    has_recurrent_state,
+    head_dim,
+    plain_layers,
+    shares_keys,
+)
 from oscar_kv.timeline import Timeline
 
 ATTENTION_NAME = "oscar"
 HANDOFF = "_oscar_layer"  # attribute of the returned keys by which the attention function finds the layer
+SHARED = "_oscar_view"  # attribute of the returned keys for the layers that attend to them, too
 _SWITCHED = "make a new OscarCache after set_attn_implementation()"
 
 
@@ -41,7 +56,7 @@ class OscarLayer(CacheLayerMixin):
         self.pending: tuple[Tensor, Tensor] | None = None  # handed over, not yet taken by the attention function
         self._config, self._timeline = cache.oscar_config, cache.timeline
         self._packed, self._max_length = cache.packed, cache.max_length
-        self._padding, self._host = cache.padding, cache.host
+        self._padding, self._host, self._shared = cache.padding, cache.host, cache.shares_keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.state = LayerState(self._config, self._timeline, key_states, value_states, self._max_length, self._host)
@@ -71,13 +86,18 @@ class OscarLayer(CacheLayerMixin):
     def take(self, valid: Tensor | None) -> tuple[LayerState, Recent]:
         """For the attention function: append what :meth:`update` handed over. Follow with :meth:`commit`."""
         if self.pending is None or self.state is None:
-            raise RuntimeError(
-                "these keys were attended to before: layers that share one layer's keys and values are not supported "
-                f"by attention '{ATTENTION_NAME}'; use 'sdpa'"
+            raise NotImplementedError(
+                f"a model that attends twice to a layer's keys is not supported by attention '{ATTENTION_NAME}'; "
+                "use 'sdpa'"
             )
         keys, values = self.pending
         self.pending = None
         return self.state, self.state.append(keys, values, valid)
+
+    def share(self, keys: Tensor, view: KVView) -> None:
+        """Where other layers attend to these keys, mark them with what this pass may attend to."""
+        if self._shared:
+            setattr(keys, SHARED, view.snapshot())
 
     def commit(self, recent: Recent, query: Tensor) -> None:
         if self.state is not None:
@@ -105,10 +125,10 @@ class OscarLayer(CacheLayerMixin):
         state = self.state
         return state is not None and state.query_power is not None and min(state.num_blocks) == 0
 
-    def flush_beside(self, stream: torch.cuda.Stream | None) -> None:
-        """Pack on another stream, which the caller waits for; None packs on the current one again."""
-        if self.state is not None:
-            self.state.flush_stream = stream
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether other caches, or rows, read some of the layer's packed blocks."""
+        return self.state is not None and self.state.first > 0
 
     def advance(self, columns: int) -> None:
         """Count what a replayed CUDA graph does on the device."""
@@ -166,9 +186,11 @@ class OscarLayer(CacheLayerMixin):
         """Hold these tokens instead of any other."""
         self.reset()
         self.state, self.is_initialized = state, state is not None
-        if state is not None and self._host is not None:
+        if state is not None:
+            self.record_past |= state.recording
             state.offload = self._host
-            self._host.add(state)
+            if self._host is not None:
+                self._host.add(state)
 
     def fork(self, cache: OscarCache) -> OscarLayer:
         """The same tokens as a layer of another cache."""
@@ -191,6 +213,38 @@ class OscarLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             self.reorder_cache(torch.arange(self.state.batch).repeat_interleave(repeats))
+
+
+class OscarHybridLayer(OscarLayer, LinearAttentionAndFullAttentionLayer):
+    """A packed layer that also has the states of a linear attention (Falcon-H1, Zamba)."""
+
+    device = None  # type: ignore[assignment]  # set by the states, and that of the tokens
+    is_croppable = False  # a state knows no earlier one
+
+    def __init__(self, cache: OscarCache, number_of_states: int) -> None:
+        OscarLayer.__init__(self, cache)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if args:  # keys and values
+            OscarLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def reset(self) -> None:
+        OscarLayer.reset(self)
+        LinearAttentionLayer.__init__(self, self.number_of_states)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        OscarLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        OscarLayer.crop(self, tokens_to_remove)
 
 
 class OscarCache(DynamicCache):
@@ -231,8 +285,6 @@ class OscarCache(DynamicCache):
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length must be positive, not {max_length}")
         self.oscar_config = OscarConfig() if oscar_config is None else oscar_config
-        head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
-        self.oscar_config.check_head_dim(head_dim, head_dim)
         self.max_length = max_length
         self._config, self._decoder = config, decoder
         self.packed = decoder._attn_implementation == ATTENTION_NAME
@@ -240,17 +292,31 @@ class OscarCache(DynamicCache):
         self.epoch = 0  # how often the tensors have been replaced
         self.padding = Padding(attention_mask)
         self.host = Offload() if offload else None
+        self.shares_keys = shares_keys(decoder)
+        self._cross_attention = cross_attention(decoder)
+        if offload and self.shares_keys:
+            raise NotImplementedError("offload for a model whose layers share keys and values")
+        layers = [self._layer(i, layer) for i, layer in enumerate(plain_layers(config))]
         super().__init__(config=config)
-        self.layers = [OscarLayer(self) if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers = layers
         if not self.packed_layers:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
             warnings.warn(f"nothing to quantize: no layer keeps its whole history (only {kinds})", stacklevel=2)
+
+    def _layer(self, index: int, plain: Any) -> Any:
+        """The layer in the place of one of transformers: a packed one where that keeps its whole history."""
+        if type(plain) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer) or index in self._cross_attention:
+            return plain
+        dim = head_dim(self._decoder, index)
+        self.oscar_config.check_head_dim(dim, dim)
+        return OscarLayer(self) if type(plain) is DynamicLayer else OscarHybridLayer(self, plain.number_of_states)
 
     @property
     def packed_layers(self) -> list[OscarLayer]:
         """The layers that this cache packs."""
         return [layer for layer in self.layers if isinstance(layer, OscarLayer)]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -283,12 +349,14 @@ class OscarCache(DynamicCache):
         """
         if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
             raise ValueError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")
+        if tokens_to_remove and any(has_recurrent_state(layer) for layer in self.layers):
+            raise ValueError("the state of a linear-attention layer cannot be rolled back")
         states = self._states()
         shared = [state.first for state in states]
         for state in states:
             state.check_crop(-tokens_to_remove)
         # the other layers first: they refuse before anything has changed
-        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, OscarLayer)):
+        for layer in sorted(self.layers, key=lambda layer: type(layer) is OscarLayer):
             layer.crop(tokens_to_remove)  # type: ignore[union-attr]
         if states and tokens_to_remove:
             self.timeline.crop(-tokens_to_remove)
@@ -302,14 +370,11 @@ class OscarCache(DynamicCache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows, in this order; anything that indexes a tensor's first dimension."""
         if self._batch():
-            rows = torch.arange(self._batch())[indices.cpu()]
-            self._select(rows)
-            super().batch_select_indices(rows)
+            self.reorder_cache(torch.arange(self._batch())[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self._select(torch.arange(self._batch()).repeat_interleave(repeats))
-        super().batch_repeat_interleave(repeats)
+        self.reorder_cache(torch.arange(self._batch()).repeat_interleave(repeats))
 
     def _select(self, rows: Tensor) -> None:
         if self._batch():
@@ -363,7 +428,7 @@ class OscarCache(DynamicCache):
         for state in self._states():
             total.update(state.memory_bytes())
         total["index"] += self.timeline.nbytes + (0 if self.padding.mask is None else self.padding.mask.nbytes)
-        total["other_layers"] += sum(unpacked.held_bytes(x) for x in self.layers if not isinstance(x, OscarLayer))
+        total["other_layers"] += sum(unpacked.held_bytes(layer) for layer in self.layers)
         return {**total, "total": sum(total.values())}
 
     def bits_per_element(self) -> float:
@@ -458,15 +523,3 @@ class OscarCache(DynamicCache):
         cache = cls(config, oscar_config, max_length=max_length, offload=offload)
         cache.load_state_dict(state)
         return cache
-
-
-def check_model(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The text decoder's configuration; refuses architectures whose keys and values cannot be packed."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise NotImplementedError("encoder-decoder models: cross-attention caches are not supported")
-    decoder = config.get_text_config(decoder=True)
-    if getattr(decoder, "kv_lora_rank", None):
-        raise NotImplementedError(
-            "multi-head latent attention (kv_lora_rank): its cache is a compressed latent, not keys and values per head"
-        )
-    return decoder

@@ -81,7 +81,6 @@ class LayerState(BlockStore):
             offload.add(self)
         self.columns = 0  # columns that this layer has seen
         self.recording = False  # whether the caller may roll back the newest pass
-        self.flush_stream: torch.cuda.Stream | None = None  # of a graph's capture, which waits for it at its end
         self.tail_lengths = [0] * self.batch
         rows = 0 if max_length is None else config.residual_length  # without max_length it grows with a short sequence
         self.tail_keys, self.tail_values = (x.new_zeros(*x.shape[:2], rows, x.shape[-1]) for x in (keys, values))
@@ -224,13 +223,10 @@ class LayerState(BlockStore):
         add_query_power(self.query_power, query, first, step.counts, self._here(step.order), self.config.num_sinks)
 
     def _flush(self, hold: int) -> None:
-        """Pack on the device what is complete there, beside what follows if a stream is given for it."""
-        if self.flush_stream is not None:
-            self.flush_stream.wait_stream(torch.cuda.current_stream(self.device))
+        """Pack on the device what is complete there."""
         tail, store = (self.tail_keys, self.tail_values), (self.records, self.norms, self.equalizer, self.sinks)
         assert self.counters is not None
-        with torch.cuda.stream(self.flush_stream):
-            device_tail.flush(tail, self.counters, self.layout, *store, self.query_power, hold, self.first)
+        device_tail.flush(tail, self.counters, self.layout, *store, self.query_power, hold, self.first)
 
     def advance(self, columns: int) -> None:
         """Count what the replay of a CUDA graph, captured from a pass of so many columns, has done on the device."""
@@ -367,7 +363,7 @@ class LayerState(BlockStore):
         """A copy that goes its own way and holds the same packed blocks, of which every row must have as many."""
         self.share()
         other = copy.copy(self)
-        other.timeline, other.offload, other.flush_stream = timeline, offload, None
+        other.timeline, other.offload = timeline, offload
         other._own_from(self.first)
         for name, x in self.tensors().items():
             if name not in ("records", "norms"):

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from oscar_kv.baselines.base import COMPONENTS, LayerShape, Method
 from oscar_kv.baselines.store import Store
-from oscar_kv.cache import check_model
+from oscar_kv.support import check_model
 
 
 class BaselineLayer(CacheLayerMixin):

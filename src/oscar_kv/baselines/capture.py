@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from oscar_kv.integrations.transformers import replaced_attention
+from oscar_kv.integrations.switch import replaced_attention
 
 _NAME = "oscar_kv_capture"
 

@@ -29,58 +29,35 @@ def candidates(
             layout = RecordLayout(config, shape.head_dim, shape.head_dim, torch.bfloat16)
             token = 2 * shape.head_dim * torch.bfloat16.itemsize * shape.kv_heads * shape.batch
             packed = (layout.record_bytes + 2 * (config.token_norm is not None)) * shape.kv_heads * shape.batch
+            steps = _steps(shape, layout, starts, device)
             moved = 3 * token + packed // BLOCK_TOKENS  # read, written, and read again when its block is packed
-            yield Candidate(impl, _steps(Rows(shape, layout, starts, device)), moved, preset=name)
+            yield Candidate(impl, steps, moved, preset=name)
 
 
-class Rows:
-    """Rows that have packed blocks, and whose tails begin with so many tokens.
+def _steps(shape: Shape, layout: RecordLayout, starts: list[int], device: torch.device) -> list[Call]:
+    """Calls of 128 steps, of rows that have packed blocks and whose tails begin with so many tokens."""
+    config, batch, heads, dim = layout.config, shape.batch, shape.kv_heads, shape.head_dim
 
-    Args:
-        shape: Batch, heads and head_dim.
-        layout: Of the records.
-        starts: Tokens in each row's tail.
-        device: A CUDA device.
-    """
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=layout.dtype, device=device)
 
-    def __init__(self, shape: Shape, layout: RecordLayout, starts: list[int], device: torch.device) -> None:
-        config, batch, heads, dim = layout.config, shape.batch, shape.kv_heads, shape.head_dim
-
-        def normal(*size: int) -> torch.Tensor:
-            return torch.randn(size, dtype=layout.dtype, device=device)
-
-        self.layout = layout
-        self.counters = Counters.zeros(batch, device)
-        self.counters.set(starts, [1] * batch)
-        self._initial = self.counters.data.clone()
-        capacity = config.residual_length
-        self.tail = normal(batch, heads, capacity, dim), normal(batch, heads, capacity, dim)
-        self._token = normal(batch, heads, 1, dim), normal(batch, heads, 1, dim)
-        self._records = torch.zeros(batch, 3, heads, layout.record_bytes, dtype=torch.uint8, device=device)
-        norms = torch.zeros(batch, 3, 1, BLOCK_TOKENS, dtype=torch.bfloat16, device=device)
-        self._norms = norms if config.token_norm else None
-        self._equalizer = torch.ones(batch, heads, dim, device=device) if config.equalize else None
-        self._sinks = (normal(batch, heads, config.num_sinks, dim),) * 2 if config.num_sinks else None
-
-    def reset(self) -> None:
-        self.counters.data.copy_(self._initial)
-
-    def append(self) -> None:
-        append(*self._token, self.tail, self.counters, self.layout)
-
-    def flush(self) -> None:
-        flush(self.tail, self.counters, self.layout, self._records, self._norms, self._equalizer, self._sinks)
-
-
-def _steps(rows: Rows) -> list[Call]:
-    """Calls of 128 steps."""
+    counters = Counters.zeros(batch, device)
+    counters.set(starts, [1] * batch)
+    initial = counters.data.clone()
+    capacity = config.residual_length
+    tail = normal(batch, heads, capacity, dim), normal(batch, heads, capacity, dim)
+    keys, values = normal(batch, heads, 1, dim), normal(batch, heads, 1, dim)
+    records = torch.zeros(batch, 3, heads, layout.record_bytes, dtype=torch.uint8, device=device)
+    norms = torch.zeros(batch, 3, 1, BLOCK_TOKENS, dtype=torch.bfloat16, device=device)
+    equalizer = torch.ones(batch, heads, dim, device=device) if config.equalize else None
+    sinks = (normal(batch, heads, config.num_sinks, dim),) * 2 if config.num_sinks else None
 
     def step() -> None:
-        rows.append()
-        rows.flush()
+        append(keys, values, tail, counters, layout)
+        flush(tail, counters, layout, records, norms if config.token_norm else None, equalizer, sinks)
 
     def first() -> None:
-        rows.reset()
+        counters.data.copy_(initial)
         step()
 
     return [first, *[step] * (BLOCK_TOKENS - 1)]

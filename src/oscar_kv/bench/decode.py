@@ -70,12 +70,6 @@ def normal(*shape: int, device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 
-def sample(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Keys and values (1, heads, n, head_dim) of a few blocks."""
-    tokens = (1, shape.kv_heads, BLOCK_TOKENS * _BLOCKS, shape.head_dim)
-    return normal(*tokens, device=device), normal(*tokens, device=device)
-
-
 def _repeated(x: Tensor, dim: int, length: int) -> Tensor:
     """x (1, ...) over and over along a dimension, up to this length."""
     return x.index_select(dim, torch.arange(length, device=x.device) % x.shape[dim])
@@ -142,7 +136,8 @@ def candidates(
     shape: Shape, presets: dict[str, OscarConfig], impls: tuple[str, ...], device: torch.device
 ) -> Iterator[Candidate]:
     """What decode attention of this shape may run on, one at a time: making one takes its memory."""
-    keys, values = sample(shape, device)
+    tokens = (1, shape.kv_heads, BLOCK_TOKENS * _BLOCKS, shape.head_dim)
+    keys, values = normal(*tokens, device=device), normal(*tokens, device=device)
     queries = (shape.batch, shape.q_heads, 1, shape.head_dim)
     through = 2 * shape.batch * shape.q_heads * shape.head_dim * keys.itemsize  # bytes of query and output
     backends = [name for name in BACKENDS if name in impls]

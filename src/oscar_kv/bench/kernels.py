@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from oscar_kv import kernels
-from oscar_kv.bench import append, candidate, decode, encode, step
+from oscar_kv.bench import append, candidate, decode, encode
 from oscar_kv.bench.measurement import Measurement, Shape
 from oscar_kv.bench.timing import ROUNDS, copy_bandwidth
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
@@ -23,7 +23,6 @@ PRESETS = {
 IMPLS = {  # by op
     "decode": ("oscar", "sdpa-flash", "sdpa-cudnn"),
     "append": ("oscar", "oscar-staggered"),
-    "step": ("oscar", "oscar-staggered", "attention"),
     "encode": ("oscar", "copy", "copy-packed"),
 }
 ALL_IMPLS = tuple(dict.fromkeys(impl for names in IMPLS.values() for impl in names))
@@ -52,16 +51,15 @@ def problems(
     """
     grid = list(product(batches or BATCHES, contexts or CONTEXTS, heads or (HEADS,)))
     chosen = [Shape(batch, context, *pair, head_dim) for batch, context, pair in grid]
-    decoded = appended = stepped = encoded = chosen
+    decoded = appended = encoded = chosen
     if not (batches or contexts or heads):
         appended = [Shape(*shape, head_dim) for shape in _LARGE]
         decoded = list(dict.fromkeys([*appended, *chosen]))
-        stepped = [shape for shape in appended if shape.batch > 1]
         encoded = [Shape(*_PROMPT, head_dim)]
     for shape in chosen:
         _check(shape)
     encoded = list(dict.fromkeys(replace(shape, q_heads=0) for shape in encoded))  # queries play no part
-    by_op = {"decode": decoded, "append": appended, "step": stepped, "encode": encoded}
+    by_op = {"decode": decoded, "append": appended, "encode": encoded}
     return [(op, shape) for op in ops for shape in by_op[op]]
 
 
@@ -115,7 +113,7 @@ def _measure(
 ) -> list[Measurement]:
     op, shape = problem
     torch.cuda.empty_cache()  # what the problem before took
-    module = {"decode": decode, "append": append, "step": step, "encode": encode}[op]
+    module = {"decode": decode, "append": append, "encode": encode}[op]
     found = candidate.measure(module.candidates(shape, presets, impls, device), f"{op} {shape}", rounds)
     return [
         Measurement(

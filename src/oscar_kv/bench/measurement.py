@@ -12,7 +12,6 @@ from oscar_kv import results
 BASELINES = {  # by op: what "oscar" is compared with
     "decode": ("sdpa-flash", "sdpa-cudnn"),
     "append": (),
-    "step": ("attention",),
     "encode": ("copy",),
 }
 
@@ -37,8 +36,7 @@ class Measurement:
     """Time of one implementation of an op on one shape.
 
     Args:
-        op: "decode"; "append" (of one token per row, packing included, on average); "step" (of a layer: attention
-            with both around it); or "encode".
+        op: "decode", "append" (of one token per row, packing included, on average) or "encode".
         impl: "oscar", or what it is compared with.
         preset: Of the packed cache; empty where there is none.
         form: How queries were laid out for SDPA, "gqa" or "folded"; otherwise empty.

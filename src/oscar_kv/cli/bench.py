@@ -29,7 +29,6 @@ class Op(StrEnum):
     ALL = "all"
     DECODE = "decode"
     APPEND = "append"
-    STEP = "step"
     ENCODE = "encode"
 
 

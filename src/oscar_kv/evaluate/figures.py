@@ -46,7 +46,12 @@ def forest_png(panels: Sequence[Panel]) -> bytes:
     figure = import_extra("matplotlib.figure", "plot").Figure(figsize=size, layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         if panel.log:
+            ticker = import_extra("matplotlib.ticker", "plot")
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+            axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+            axes.tick_params(axis="x", labelsize="small", rotation=45)
         if panel.band is not None:
             axes.axvspan(*panel.band, color="#8c8c8c", alpha=0.3, linewidth=1)
         for y, (preset, value, low, high) in enumerate(panel.points):

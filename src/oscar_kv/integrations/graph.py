@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oscar_kv import kernels
-from oscar_kv.cache import ATTENTION_NAME, OscarCache
+from oscar_kv.cache import ATTENTION_NAME, OscarCache, OscarLayer
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 
@@ -41,7 +41,7 @@ class DecodeGraph:
         _check(cache)
         device = cache.packed_layers[0].device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._epoch = -1
+        self._epoch, self._warm = -1, -1  # of the cache at the capture, and at a step before it
         self._ids = torch.zeros(len(cache.timeline.lengths), 1, dtype=torch.long, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._logits: Tensor | None = None
@@ -73,13 +73,16 @@ class DecodeGraph:
         self._ids.copy_(input_ids)
         where = torch.tensor(lengths).unsqueeze(1) if position_ids is None else position_ids
         self._positions.copy_(where)
-        if any(layer.observes_queries for layer in cache.packed_layers):
-            return self._forward(cache)  # what the first block's queries are like is found out in Python
+        layers, new = cache.packed_layers, cache.epoch not in (self._epoch, self._warm)
+        if any(layer.observes_queries or (new and layer.shares_blocks) for layer in layers):
+            # what the first block's queries are like is found out in Python; and what reads shared blocks is compiled
+            self._warm = cache.epoch
+            return self._forward(cache)
         cache.timeline.extend(cache.timeline.columns, len(lengths), 1, None)  # the layers find it done
         if self._graph is None or self._epoch != cache.epoch:
             self._capture()  # which counts for the host, and does nothing on the device yet
         else:
-            for layer in cache.packed_layers:
+            for layer in layers:
                 layer.advance(1)
         assert self._graph is not None
         assert self._logits is not None
@@ -90,14 +93,8 @@ class DecodeGraph:
         self._warm_up()
         self._graph, self._epoch = torch.cuda.CUDAGraph(), self.cache.epoch
         device = self._ids.device
-        beside = torch.cuda.Stream(device)  # packing a layer's block holds up no other layer
         with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
-            for layer in self.cache.packed_layers:
-                layer.flush_beside(beside)
             self._logits = self._forward(self.cache)
-            for layer in self.cache.packed_layers:
-                layer.flush_beside(None)
-            torch.cuda.current_stream(device).wait_stream(beside)
 
     def _warm_up(self) -> None:
         """Compile and load what the step needs, with a cache of its own that is thrown away."""
@@ -119,8 +116,7 @@ def _check(cache: OscarCache) -> None:
     layers = cache.packed_layers
     if not cache.packed:
         raise NotImplementedError(f"a CUDA graph needs attention '{ATTENTION_NAME}': use oscar_kv.enable(model)")
-    if len(layers) != len(cache.layers):
-        kinds = sorted({type(layer).__name__ for layer in cache.layers if layer not in layers})
+    if kinds := sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not OscarLayer}):
         raise NotImplementedError(f"a CUDA graph cannot hold layers that are not packed: {', '.join(kinds)}")
     if cache.max_length is None:
         raise ValueError("a CUDA graph needs a cache that does not move: OscarCache(..., max_length=...)")

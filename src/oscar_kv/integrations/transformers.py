@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from oscar_kv.attention import KVView, attend, new_tokens
-from oscar_kv.cache import ATTENTION_NAME, HANDOFF, OscarCache, OscarLayer
+from oscar_kv.cache import ATTENTION_NAME, HANDOFF, SHARED, OscarCache, OscarLayer
 from oscar_kv.config import OscarConfig
+from oscar_kv.integrations.fold import FoldedValues
+from oscar_kv.integrations.switch import set_attention
 from oscar_kv.pack import RecordLayout
 
 # ``cache`` since transformers 5.24, ``past_key_values`` before
@@ -51,6 +53,7 @@ def oscar_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def oscar_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -91,19 +94,26 @@ def oscar_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return out
+    shared: KVView | None = getattr(key, SHARED, None)  # another layer's keys, which it has attended to
     try:
         _refuse_unknown(layer is not None, dropout, kwargs)
+        if layer is not None and layer.pending is not None:
+            _check_mask(attention_mask, layer.get_seq_length())
     except NotImplementedError:
         if layer is not None:
             layer.pending = None  # the pass is off, and the cache is as it was
         raise
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    commit = None
     if layer is None:
-        view, commit = _exact_view(key, value), None
+        view = _exact_view(key, value)
+    elif shared is not None:
+        view = shared
     else:
         state, recent = layer.take(new_tokens(attention_mask, query.shape[2]))
         view, commit = state.view(recent), (layer, recent)
+        layer.share(key, view)
     output = attend(
         query,
         view,
@@ -130,6 +140,15 @@ def _refuse_unknown(packed: bool, dropout: float, kwargs: dict[str, Any]) -> Non
         )
 
 
+def _check_mask(mask: Tensor | None, cached: int) -> None:
+    """Refuse a mask that a model made itself from the keys and values it got, which are the new ones alone."""
+    if mask is not None and mask.shape[-1] <= cached:
+        raise NotImplementedError(
+            f"a mask of {mask.shape[-1]} columns over {cached} cached tokens: this model looks into its cache by "
+            "itself; use attention 'sdpa'"
+        )
+
+
 def _exact_view(key: Tensor, value: Tensor) -> KVView:
     """A view of keys and values of which none is packed."""
     layout = RecordLayout(OscarConfig(key_bits=16, value_bits=16), key.shape[-1], value.shape[-1], key.dtype)
@@ -140,18 +159,24 @@ def _exact_view(key: Tensor, value: Tensor) -> KVView:
 class Enabled:
     """A model whose ``generate`` uses an :class:`OscarCache`; :meth:`disable`, or leaving ``with``, undoes it."""
 
-    def __init__(self, model: PreTrainedModel, oscar_config: OscarConfig | None, attention: str) -> None:
-        self.model, self.oscar_config = model, OscarConfig() if oscar_config is None else oscar_config
-        self._attention = model.config._attn_implementation
-        self._attentions = {name: getattr(model.config, name)._attn_implementation for name in _sub_configs(model)}
-        OscarCache(model.config, self.oscar_config)  # refuse an unsupported model before anything changes
-        model.set_attn_implementation(attention)
-        if model.config.get_text_config(decoder=True)._attn_implementation != attention:
+    def __init__(
+        self, model: PreTrainedModel, oscar_config: OscarConfig | None, attention: str, fold_values: bool
+    ) -> None:
+        self.oscar_config = OscarConfig() if oscar_config is None else oscar_config
+        cache = OscarCache(model.config, self.oscar_config)  # refuse an unsupported model before anything changes
+        if attention == ATTENTION_NAME and cache.shares_keys and len(set(_devices(model))) > 1:
             raise NotImplementedError(
-                f"{type(model).__name__} cannot run attention '{attention}': try attention='sdpa'"
+                f"attention '{ATTENTION_NAME}' for layers on several devices that share keys: use attention 'sdpa'"
             )
-        self._generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
-        model.generate = self.generate  # type: ignore[assignment]
+        self._whole, self.model = model, _writer(model)
+        self._folded = self._fold(cache) if fold_values else None
+        try:
+            self._attentions = set_attention(model, attention)
+        except Exception:
+            self._unfold()
+            raise
+        self._generate: Callable[..., Any] = self.model.generate  # type: ignore[assignment]
+        self.model.generate = self.generate  # type: ignore[assignment]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` with a fresh :class:`OscarCache`, unless the caller brings a cache or wants none."""
@@ -171,11 +196,25 @@ class Enabled:
             kwargs[CACHE_ARGUMENT] = cache
         return self._generate(*args, **kwargs)
 
+    def _fold(self, cache: OscarCache) -> FoldedValues:
+        """Rotate the values by the weights, and not in the cache."""
+        if not self.oscar_config.rotate_values or self.oscar_config.value_bits == 16:
+            raise ValueError("fold_values: this configuration rotates no values")
+        packed = [i for i, layer in enumerate(cache.layers) if layer in cache.packed_layers]
+        folded = FoldedValues(self.model, packed)
+        self.oscar_config = replace(self.oscar_config, rotate_values=False)
+        return folded
+
+    def _unfold(self) -> None:
+        if self._folded is not None:
+            self._folded.undo()
+
     def disable(self) -> None:
         """Give the model back as it was."""
         if vars(self.model).get("generate") == self.generate:
             del self.model.generate
-            self.model.set_attn_implementation({"": self._attention, **self._attentions})
+            self._whole.config._attn_implementation = self._attentions
+            self._unfold()
 
     def __enter__(self) -> Enabled:
         return self
@@ -185,7 +224,11 @@ class Enabled:
 
 
 def enable(
-    model: PreTrainedModel, oscar_config: OscarConfig | None = None, *, attention: str = ATTENTION_NAME
+    model: PreTrainedModel,
+    oscar_config: OscarConfig | None = None,
+    *,
+    attention: str = ATTENTION_NAME,
+    fold_values: bool = False,
 ) -> Enabled:
     """Make ``model.generate`` keep its KV cache in 2 bits.
 
@@ -194,36 +237,35 @@ def enable(
         oscar_config: What to quantize and how; the default is :class:`OscarConfig`.
         attention: "oscar" reads the packed bytes; any other attention of transformers reads a dequantized copy of one
             layer at a time.
+        fold_values: Multiply the rotation of the values into the weights of ``v_proj`` and ``o_proj``, in place and
+            until ``disable()``, so that it need not be computed. A cache made by hand then wants
+            ``handle.oscar_config``.
 
     Returns:
         A handle whose ``disable()`` undoes it; it is also a context manager.
 
     Raises:
-        NotImplementedError: The architecture is not supported, or cannot run this attention.
-        ValueError: The model is enabled already.
+        NotImplementedError: The architecture is not supported, cannot run this attention, or has weights that the
+            rotation cannot be folded into.
+        ValueError: The model is enabled already, or no values are rotated that could be folded.
 
     Example:
         >>> import oscar_kv
         >>> handle = oscar_kv.enable(model)  # doctest: +SKIP
         >>> model.generate(**inputs, max_new_tokens=100)  # doctest: +SKIP
     """
-    if "generate" in vars(model):
+    if "generate" in vars(_writer(model)):
         raise ValueError("model.generate is replaced already; disable() the first handle")
     register()
-    return Enabled(model, oscar_config, attention)
+    return Enabled(model, oscar_config, attention, fold_values)
 
 
-@contextmanager
-def replaced_attention(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """Run a model with another attention implementation for a while."""
-    own = {"": model.config._attn_implementation}
-    own |= {name: getattr(model.config, name)._attn_implementation for name in _sub_configs(model)}
-    model.set_attn_implementation(attention)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)
+def _writer(model: PreTrainedModel) -> PreTrainedModel:
+    """The part whose ``generate`` writes text: the thinker of an omni model, whose talker has another cache."""
+    thinker: PreTrainedModel = getattr(model, "thinker", model)
+    return thinker
 
 
-def _sub_configs(model: PreTrainedModel) -> list[str]:
-    return [name for name in model.config.sub_configs if getattr(model.config, name, None) is not None]
+def _devices(model: PreTrainedModel) -> list[Any]:
+    """Where the parts of a model are that was loaded with a ``device_map``."""
+    return list((getattr(model, "hf_device_map", None) or {}).values())

@@ -130,7 +130,7 @@ def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: 
             warps = max(1, most // 2)
     while _short_bytes(layout, columns, warps, cluster) + _SPARE > shared:
         warps -= 1
-    busy = units * cluster * warps >= 0.6 * most * multiprocessors
+    busy = units * cluster >= 0.6 * multiprocessors
     items = blocks + layout.config.residual_length // 16
     if items > (_BUSY_ITEMS if busy else _IDLE_ITEMS) * cluster * warps:
         return None

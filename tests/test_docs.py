@@ -1,0 +1,30 @@
+"""The pages that are written from tests, and the tests that pages name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from matrix import PAGE, page
+
+ROOT = Path(__file__).parents[1]
+NAMED = re.compile(r"`(tests/\w+\.py)::(\w+)`")
+
+
+@pytest.mark.skipif(transformers.__version__ < "5.24", reason="the page is of the newest transformers")
+def test_the_page_of_models_is_current() -> None:
+    """``PYTHONPATH=src:tests python tests/matrix.py`` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize("name", ["models.md", "user-reports.md"])
+def test_tests_that_are_named_exist(name: str) -> None:
+    found = NAMED.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
+    assert found
+    for file, test in found:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        assert test in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
