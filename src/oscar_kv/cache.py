@@ -258,16 +258,15 @@ class OscarCache(DynamicCache):
             int(i): prefix.layer_from(stored, self.oscar_config, self.timeline, self.max_length, host)
             for i, stored in state["layers"].items()
         }
-        fresh = DynamicCache(config=self._config).layers
+        fresh = [self._layer(i, layer) for i, layer in enumerate(plain_layers(self._config))]
         others = {int(i): unpacked.from_state_dict(fresh[int(i)], x) for i, x in state["other_layers"].items()}
         self.reset()
         self.timeline.load_state_dict(state["timeline"])
         self.padding.mask = state["padding"]
         for i, layer in enumerate(self.layers):
+            self.layers[i] = layer = others.get(i, layer)
             if isinstance(layer, OscarLayer):
                 layer.adopt(states.get(i))
-            else:
-                self.layers[i] = others.get(i, layer)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the cache to a safetensors file, from which :meth:`load` makes it again: a stored prompt.

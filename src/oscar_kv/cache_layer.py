@@ -53,6 +53,7 @@ class OscarLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
     supports_early_init = False
+    stored_apart = ("state", "pending", "_common")  # from the states that a linear attention has beside them
 
     def __init__(self, common: Common) -> None:
         # CacheLayerMixin.__init__ would set the properties ``keys`` and ``values``
@@ -188,8 +189,7 @@ class OscarLayer(CacheLayerMixin):
         raise NotImplementedError("layers of an OscarCache are not moved: use OscarCache(..., offload=True)")
 
     def adopt(self, state: LayerState | None) -> None:
-        """Hold these tokens instead of any other."""
-        self.reset()
+        """Hold these tokens; the layer is empty."""
         self.state, self.is_initialized = state, state is not None
         if state is not None:
             self.record_past |= state.recording
