@@ -214,7 +214,12 @@ def test_cross_attention_is_left_alone() -> None:
         got, cache = oscar_logits(model, inputs, EXACT, chosen, attention)
         torch.testing.assert_close(got, want, **CLOSE)
         assert blocks(cache) == [[2]] * 2
-        assert type(cache.layers[1]) is DynamicLayer
+        images = cache.layers[1]
+        assert type(images) is DynamicLayer
+        held = images.keys
+        cache.crop(-1)
+        assert images.keys is held
+        assert cache.get_seq_length() == 260
 
 
 @contextmanager
