@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from families import MEDIA, TEXT
 from matrix import PAGE, page
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +20,11 @@ NAMED = re.compile(r"`(tests/\w+\.py)::(\w+)`")
 def test_the_page_of_models_is_current() -> None:
     """``PYTHONPATH=src:tests python tests/matrix.py`` writes it."""
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_the_readme_counts_the_families() -> None:
+    counts = f"{len(TEXT)} families of text models and hybrids, {len(MEDIA)} that see or hear"
+    assert counts in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["models.md", "user-reports.md"])
