@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import transformers
 
 from families import MEDIA, TEXT
 from matrix import PAGE, page
@@ -16,7 +15,6 @@ ROOT = Path(__file__).parents[1]
 NAMED = re.compile(r"`(tests/\w+\.py)::(\w+)`")
 
 
-@pytest.mark.skipif(transformers.__version__ < "5.24", reason="the page is of the newest transformers")
 def test_the_page_of_models_is_current() -> None:
     """``PYTHONPATH=src:tests python tests/matrix.py`` writes it."""
     assert PAGE.read_text(encoding="utf-8") == page()
