@@ -23,7 +23,7 @@ from oscar_kv.support import (
     check_model,
     cross_attention,
     has_recurrent_state,
-    head_dim,
+    head_dims,
     plain_layers,
     shares_keys,
 )
@@ -90,8 +90,7 @@ class OscarCache(DynamicCache):
         """The layer in the place of one of transformers: a packed one where that keeps its whole history."""
         if type(plain) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer) or index in self._cross_attention:
             return plain
-        dim = head_dim(self._decoder, index)
-        self.oscar_config.check_head_dim(dim, dim)
+        self.oscar_config.check_head_dim(*head_dims(self._decoder, index))
         common = self._common()
         return OscarLayer(common) if type(plain) is DynamicLayer else OscarHybridLayer(common, plain.number_of_states)
 
@@ -143,8 +142,9 @@ class OscarCache(DynamicCache):
         shared = [state.first for state in states]
         for state in states:
             state.check_crop(-tokens_to_remove)
+        growing = [layer for i, layer in enumerate(self.layers) if i not in self._cross_attention]
         # the other layers first: they refuse before anything has changed
-        for layer in sorted(self.layers, key=lambda layer: type(layer) is OscarLayer):
+        for layer in sorted(growing, key=lambda layer: type(layer) is OscarLayer):
             layer.crop(tokens_to_remove)  # type: ignore[union-attr]
         if states and tokens_to_remove:
             self.timeline.crop(-tokens_to_remove)

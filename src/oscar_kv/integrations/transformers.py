@@ -201,7 +201,7 @@ class Enabled:
         """Rotate the values by the weights, and not in the cache."""
         if not self.oscar_config.rotate_values or self.oscar_config.value_bits == 16:
             raise ValueError("fold_values: this configuration rotates no values")
-        packed = [i for i, layer in enumerate(cache.layers) if layer in cache.packed_layers]
+        packed = [i for i, layer in enumerate(cache.layers) if isinstance(layer, OscarLayer)]
         folded = FoldedValues(self.model, packed)
         self.oscar_config = replace(self.oscar_config, rotate_values=False)
         return folded
