@@ -233,12 +233,14 @@ class MediaFamily:
         build: Makes the model, and what makes its prompts.
         media: Of "image", "video" and "audio" what it takes.
         processor: What makes the inputs of the tests.
+        later: Whether transformers takes further media in a later turn, with any cache.
     """
 
     models: str
     build: Callable[[], tuple[PreTrainedModel, Prompt]]
     media: tuple[str, ...]
     processor: str
+    later: bool = True
 
 
 WHOLE = "its own"
@@ -250,8 +252,8 @@ MEDIA: dict[str, MediaFamily] = {
     "idefics3": MediaFamily("Idefics3", media.idefics3, ("image",), WHOLE),
     "smolvlm": MediaFamily("SmolVLM", media.smolvlm, ("image",), PARTS),
     "internvl": MediaFamily("InternVL 3", media.internvl, ("image",), PARTS),
-    "qwen2_5_vl": MediaFamily("Qwen2.5-VL", media.qwen2_5_vl, ("image", "video"), PARTS),
-    "qwen3_vl": MediaFamily("Qwen3-VL", media.qwen3_vl, ("image", "video"), PARTS),
+    "qwen2_5_vl": MediaFamily("Qwen2.5-VL", media.qwen2_5_vl, ("image", "video"), PARTS, later=False),
+    "qwen3_vl": MediaFamily("Qwen3-VL", media.qwen3_vl, ("image", "video"), PARTS, later=False),
     "qwen2_5_omni": MediaFamily("Qwen2.5-Omni (thinker)", media.qwen2_5_omni, ("image", "video", "audio"), PARTS),
     "qwen3_omni": MediaFamily("Qwen3-Omni (thinker)", media.qwen3_omni, ("image", "video", "audio"), PARTS),
     "qwen2_audio": MediaFamily("Qwen2-Audio", media.qwen2_audio, ("audio",), WHOLE),

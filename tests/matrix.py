@@ -45,7 +45,11 @@ MEDIA_TESTS = {
     "interleaved": ("test_media", "all of them between pieces of text"),
     "rows": ("test_padded_rows_alone", "a row of a left-padded batch has the 2-bit codes that it has alone"),
     "2 bits": ("test_few_bits", "2 bits read packed and read dense agree; 8 bits are close to 16"),
-    "turns": ("test_second_turn", "a further turn on the same cache"),
+    "turns": ("test_second_turn", "a further turn on the same cache, with text"),
+    "media later": (
+        "test_more_media_in_the_second_turn",
+        "with new images or sounds; empty where transformers takes none, whatever the cache",
+    ),
     "towers": ("test_towers_are_left_alone", "every module outside the decoder puts out the same bits"),
 }
 
@@ -90,7 +94,8 @@ REASONS = sorted({family.unfoldable for family in TEXT.values() if family.unfold
 
 def media_row(family: Any) -> list[str]:
     takes = [yes(x in family.media) for x in ("image", "video", "audio")]
-    return [family.models, *takes, *["yes"] * (len(MEDIA_TESTS) - 3), family.processor]
+    tested = ["" if name == "media later" and not family.later else "yes" for name in list(MEDIA_TESTS)[3:]]
+    return [family.models, *takes, *tested, family.processor]
 
 
 def page() -> str:

@@ -15,6 +15,8 @@ import oscar_kv
 from models import EXACT, dynamic_cache, forward, generate, make_model, oscar_cache, passes, tokens
 from oscar_kv import DecodeGraph, OscarCache, OscarConfig
 
+pytestmark = pytest.mark.usefixtures("same_launches")
+
 MODES = ("oscar", "sdpa")
 LAYERS = 4
 SIZES = [9, 1, 1, 60]

@@ -15,6 +15,8 @@ from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.layer import LayerState
 from oscar_kv.shared import SharedBlocks
 
+pytestmark = pytest.mark.usefixtures("same_launches")
+
 DEFAULT = OscarConfig()
 MODES = ("oscar", "sdpa")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_rows_are_rearranged_and_forgotten(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_states_are_counted_and_not_stored(name: str) -> None:
+def test_states_are_counted_and_cannot_be_rolled_back(name: str) -> None:
     model = text_model(name)
     with replaced_attention(model, "oscar"):
         cache = OscarCache(model.config, OscarConfig())
@@ -78,11 +79,23 @@ def test_states_are_counted_and_not_stored(name: str) -> None:
         x for layer in cache.layers for part in ("conv_states", "recurrent_states") for x in vars(layer)[part].values()
     ]
     assert cache.memory_bytes()["other_layers"] == sum(x.nbytes for x in states if x is not None) > 0
-    with pytest.raises(NotImplementedError, match=r"OscarHybridLayer|LinearAttentionLayer"):
-        cache.state_dict()
     with pytest.raises(ValueError, match="rolled back"):
         cache.crop(-1)
     assert cache.get_seq_length() == 300
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *SHARING])
+def test_a_stored_prompt_goes_on(name: str, tmp_path: Path) -> None:
+    """With the states of a linear attention, and layers of unequal head dimensions."""
+    model = text_model(name)
+    with replaced_attention(model, "oscar"):
+        cache = OscarCache(model.config, OscarConfig())
+        forward(model, tokens(300)[0], cache)
+        cache.save(tmp_path / "prompt.safetensors")
+        loaded = OscarCache.load(tmp_path / "prompt.safetensors", model.config)
+        assert loaded.memory_bytes() == cache.memory_bytes()
+        rest, _ = tokens(280, seed=2)
+        assert torch.equal(passes(model, rest, loaded, [130, 1, 49]), passes(model, rest, cache, [130, 1, 49]))
 
 
 def test_offloaded_blocks_of_a_hybrid() -> None:

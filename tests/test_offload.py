@@ -15,6 +15,8 @@ from models import CONFIGS, EXACT, forward, generate, make_model, oscar_cache, p
 from oscar_kv import DecodeGraph, OscarCache, OscarConfig
 from oscar_kv.layer import LayerState
 
+pytestmark = pytest.mark.usefixtures("same_launches")
+
 MODES = ("oscar", "sdpa")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = [9, 1, 1, 60]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models import CONFIGS, EXACT, forward, make_model, oscar_cache, passes, tokens
 from oscar_kv import OscarCache, OscarConfig
-from oscar_kv.cache import OscarLayer
+from oscar_kv.cache_layer import OscarLayer
 
 MODES = ("oscar", "sdpa")
 SIZES = [9, 1, 1, 60]

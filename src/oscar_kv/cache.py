@@ -11,240 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from oscar_kv import prefix, storage, unpacked
-from oscar_kv.attention import KVView
+from oscar_kv.cache_layer import ATTENTION_NAME, SWITCHED, Common, OscarHybridLayer, OscarLayer
 from oscar_kv.config import OscarConfig
-from oscar_kv.layer import LayerState, Recent
+from oscar_kv.layer import LayerState
 from oscar_kv.offload import Offload
 from oscar_kv.padding import Padding
 from oscar_kv.support import (
     check_model,
     cross_attention,
     has_recurrent_state,
-    head_dim,
+    head_dims,
     plain_layers,
     shares_keys,
 )
 from oscar_kv.timeline import Timeline
-
-ATTENTION_NAME = "oscar"
-HANDOFF = "_oscar_layer"  # attribute of the returned keys by which the attention function finds the layer
-SHARED = "_oscar_view"  # attribute of the returned keys for the layers that attend to them, too
-_SWITCHED = "make a new OscarCache after set_attn_implementation()"
-
-
-class OscarLayer(CacheLayerMixin):
-    """One packed layer of an :class:`OscarCache`."""
-
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
-    supports_early_init = False
-
-    def __init__(self, cache: OscarCache) -> None:
-        # CacheLayerMixin.__init__ would set the properties ``keys`` and ``values``
-        self.is_initialized = False
-        self.record_past = False
-        self.state: LayerState | None = None
-        self.pending: tuple[Tensor, Tensor] | None = None  # handed over, not yet taken by the attention function
-        self._config, self._timeline = cache.oscar_config, cache.timeline
-        self._packed, self._max_length = cache.packed, cache.max_length
-        self._padding, self._host, self._shared = cache.padding, cache.host, cache.shares_keys
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.state = LayerState(self._config, self._timeline, key_states, value_states, self._max_length, self._host)
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new keys and values (batch, heads, q, head_dim).
-
-        Returns:
-            Packed mode: the new ones, by which the attention function "oscar" finds this layer. Otherwise the whole
-            history (batch, heads, columns, head_dim), packed tokens dequantized.
-        """
-        state = self._state_for(key_states, value_states)
-        if self._packed:
-            self.pending = (key_states, value_states)
-            key_states = key_states.view_as(key_states)  # a tensor of our own to mark
-            setattr(key_states, HANDOFF, self)
-            return key_states, value_states
-        valid = self._padding.columns(state.columns, state.batch, key_states.shape[2], state.device)
-        recent = state.append(key_states, value_states, valid)
-        history = state.dense(recent)
-        if max(state.num_blocks) == 0 and self._timeline.column_of_slot is None:  # views of the tail, which moves on
-            history = (history[0].clone(), history[1].clone())
-        self._commit(state, recent)
-        return history
-
-    def take(self, valid: Tensor | None) -> tuple[LayerState, Recent]:
-        """For the attention function: append what :meth:`update` handed over. Follow with :meth:`commit`."""
-        if self.pending is None or self.state is None:
-            raise NotImplementedError(
-                f"a model that attends twice to a layer's keys is not supported by attention '{ATTENTION_NAME}'; "
-                "use 'sdpa'"
-            )
-        keys, values = self.pending
-        self.pending = None
-        return self.state, self.state.append(keys, values, valid)
-
-    def share(self, keys: Tensor, view: KVView) -> None:
-        """Where other layers attend to these keys, mark them with what this pass may attend to."""
-        if self._shared:
-            setattr(keys, SHARED, view.snapshot())
-
-    def commit(self, recent: Recent, query: Tensor) -> None:
-        if self.state is not None:
-            self._commit(self.state, recent, query)
-
-    def _commit(self, state: LayerState, recent: Recent, query: Tensor | None = None) -> None:
-        state.recording = self.record_past
-        state.commit(recent, query)
-
-    @property
-    def counts_on_device(self) -> bool:
-        """Whether a decode step of this layer can be a CUDA graph."""
-        return self.state is not None and self.state.counters is not None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tokens are."""
-        if self.state is None:
-            raise ValueError("the layer is empty")
-        return self.state.device
-
-    @property
-    def observes_queries(self) -> bool:
-        """Whether a row has no packed block yet, and the equalizer wants to see its queries."""
-        state = self.state
-        return state is not None and state.query_power is not None and min(state.num_blocks) == 0
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether other caches, or rows, read some of the layer's packed blocks."""
-        return self.state is not None and self.state.first > 0
-
-    def advance(self, columns: int) -> None:
-        """Count what a replayed CUDA graph does on the device."""
-        if self.state is not None:
-            self.state.advance(columns)
-
-    def _state_for(self, keys: Tensor, values: Tensor) -> LayerState:
-        if self.pending is not None:
-            raise RuntimeError(f"the keys of the last pass were not read by attention '{ATTENTION_NAME}'; {_SWITCHED}")
-        if self.state is None:
-            self.lazy_initialization(keys, values)
-        state = self.state
-        assert state is not None
-        state.check(keys, values)
-        return state
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """The cached keys, packed ones dequantized: (batch, heads, columns, key_dim). A copy, made at each access."""
-        return None if self.state is None else self._dense()[0]
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """The cached values, as :attr:`keys`."""
-        return None if self.state is None else self._dense()[1]
-
-    def _dense(self) -> tuple[Tensor, Tensor]:
-        state = self.state
-        assert state is not None
-        used = max(state.tail_lengths)
-        tail = Recent(state.tail_keys[:, :, :used], state.tail_values[:, :, :used], state.tail_lengths, 0)
-        keys, values = state.dense(tail)
-        return keys.clone(), values.clone()
-
-    def get_seq_length(self) -> int:
-        return 0 if self.state is None else self.state.columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1 if self._max_length is None else self._max_length
-
-    def activate_past_recording(self) -> None:
-        """Keep enough tokens in 16 bit to take back up to 128 of them."""
-        self.record_past = True
-
-    def reset(self) -> None:
-        self.state, self.pending, self.is_initialized = None, None, False
-
-    def offload(self) -> None:
-        raise NotImplementedError("layers of an OscarCache are not moved: use OscarCache(..., offload=True)")
-
-    def adopt(self, state: LayerState | None) -> None:
-        """Hold these tokens instead of any other."""
-        self.reset()
-        self.state, self.is_initialized = state, state is not None
-        if state is not None:
-            self.record_past |= state.recording
-            state.offload = self._host
-            if self._host is not None:
-                self._host.add(state)
-
-    def fork(self, cache: OscarCache) -> OscarLayer:
-        """The same tokens as a layer of another cache."""
-        layer: OscarLayer = unpacked.copied(self)
-        layer._timeline, layer._padding, layer._host = cache.timeline, cache.padding, cache.host
-        layer.state = None if self.state is None else self.state.fork(cache.timeline, cache.host)
-        return layer
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if self.state is not None and tokens_to_remove:
-            self.state.crop(-tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.state is not None:
-            self.state.select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            self.reorder_cache(torch.arange(self.state.batch).repeat_interleave(repeats))
-
-
-class OscarHybridLayer(OscarLayer, LinearAttentionAndFullAttentionLayer):
-    """A packed layer that also has the states of a linear attention (Falcon-H1, Zamba)."""
-
-    device = None  # type: ignore[assignment]  # set by the states, and that of the tokens
-    is_croppable = False  # a state knows no earlier one
-
-    def __init__(self, cache: OscarCache, number_of_states: int) -> None:
-        OscarLayer.__init__(self, cache)
-        LinearAttentionLayer.__init__(self, number_of_states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        if args:  # keys and values
-            OscarLayer.lazy_initialization(self, *args)
-        else:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
-
-    def reset(self) -> None:
-        OscarLayer.reset(self)
-        LinearAttentionLayer.__init__(self, self.number_of_states)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-        OscarLayer.reorder_cache(self, beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        OscarLayer.crop(self, tokens_to_remove)
 
 
 class OscarCache(DynamicCache):
@@ -307,9 +90,13 @@ class OscarCache(DynamicCache):
         """The layer in the place of one of transformers: a packed one where that keeps its whole history."""
         if type(plain) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer) or index in self._cross_attention:
             return plain
-        dim = head_dim(self._decoder, index)
-        self.oscar_config.check_head_dim(dim, dim)
-        return OscarLayer(self) if type(plain) is DynamicLayer else OscarHybridLayer(self, plain.number_of_states)
+        self.oscar_config.check_head_dim(*head_dims(self._decoder, index))
+        common = self._common()
+        return OscarLayer(common) if type(plain) is DynamicLayer else OscarHybridLayer(common, plain.number_of_states)
+
+    def _common(self) -> Common:
+        own = (self.oscar_config, self.packed, self.max_length, self.shares_keys)
+        return Common(*own, self.timeline, self.padding, self.host)
 
     @property
     def packed_layers(self) -> list[OscarLayer]:
@@ -324,7 +111,7 @@ class OscarCache(DynamicCache):
             raise ValueError(f"the cache was made for {len(self.layers)} layers, not for layer {layer_idx}")
         if self.packed and self._decoder._attn_implementation != ATTENTION_NAME:
             now = self._decoder._attn_implementation
-            raise RuntimeError(f"the model ran attention '{ATTENTION_NAME}' and now runs '{now}'; {_SWITCHED}")
+            raise RuntimeError(f"the model ran attention '{ATTENTION_NAME}' and now runs '{now}'; {SWITCHED}")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self) -> None:
@@ -355,8 +142,9 @@ class OscarCache(DynamicCache):
         shared = [state.first for state in states]
         for state in states:
             state.check_crop(-tokens_to_remove)
+        growing = [layer for i, layer in enumerate(self.layers) if i not in self._cross_attention]
         # the other layers first: they refuse before anything has changed
-        for layer in sorted(self.layers, key=lambda layer: type(layer) is OscarLayer):
+        for layer in sorted(growing, key=lambda layer: type(layer) is OscarLayer):
             layer.crop(tokens_to_remove)  # type: ignore[union-attr]
         if states and tokens_to_remove:
             self.timeline.crop(-tokens_to_remove)
@@ -400,8 +188,9 @@ class OscarCache(DynamicCache):
         other = copy.copy(self)
         other.timeline, other.padding = self.timeline.copy(), Padding(self.padding.mask)
         other.host = None if self.host is None else Offload()
+        common = other._common()
         other.layers = [
-            layer.fork(other) if isinstance(layer, OscarLayer) else unpacked.copied(layer) for layer in self.layers
+            layer.fork(common) if isinstance(layer, OscarLayer) else unpacked.copied(layer) for layer in self.layers
         ]
         self.epoch += 1  # blocks have become shared ones
         return other
@@ -469,16 +258,15 @@ class OscarCache(DynamicCache):
             int(i): prefix.layer_from(stored, self.oscar_config, self.timeline, self.max_length, host)
             for i, stored in state["layers"].items()
         }
-        fresh = DynamicCache(config=self._config).layers
+        fresh = [self._layer(i, layer) for i, layer in enumerate(plain_layers(self._config))]
         others = {int(i): unpacked.from_state_dict(fresh[int(i)], x) for i, x in state["other_layers"].items()}
         self.reset()
         self.timeline.load_state_dict(state["timeline"])
         self.padding.mask = state["padding"]
         for i, layer in enumerate(self.layers):
+            self.layers[i] = layer = others.get(i, layer)
             if isinstance(layer, OscarLayer):
                 layer.adopt(states.get(i))
-            else:
-                self.layers[i] = others.get(i, layer)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the cache to a safetensors file, from which :meth:`load` makes it again: a stored prompt.

@@ -25,7 +25,13 @@ def identity(decoder: PreTrainedConfig, config: OscarConfig, layers: Sequence[An
     """What a stored cache must have in common with the one that takes it over."""
     kinds = ["packed" if hasattr(layer, "state") else type(layer).__name__ for layer in layers]
     own = {"format": FORMAT, "config": asdict(config), "num_layers": len(layers), "layer_kinds": kinds}
-    return own | {name: getattr(decoder, name, None) for name in _MODEL}
+    return own | {name: _of_layers(decoder, name) for name in _MODEL}
+
+
+def _of_layers(decoder: PreTrainedConfig, name: str) -> Any:
+    """A field of a model's configuration; a list where the layers differ in it."""
+    values = [getattr(layer, name, None) for layer in decoder.per_layer_config]
+    return values[0] if all(value == values[0] for value in values) else values
 
 
 def config_of(state: dict[str, Any]) -> OscarConfig:

@@ -35,10 +35,11 @@ def plain_layers(config: PreTrainedConfig) -> list[Any]:
     return layers
 
 
-def head_dim(decoder: PreTrainedConfig, layer: int) -> int:
-    """The head dimension of a layer's keys, by the configuration: some models have wider heads in some layers."""
+def head_dims(decoder: PreTrainedConfig, layer: int) -> tuple[int, int]:
+    """The head dimensions of a layer's keys and values, by the configuration: some layers may have wider heads."""
     own = decoder.per_layer_config[layer]
-    return getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    return dim, getattr(own, "v_head_dim", None) or dim
 
 
 def shares_keys(decoder: PreTrainedConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Layers of a transformers cache that are not packed (windows, linear attention): their bytes, copies and state."""
+"""Layers or parts of layers that are not packed (windows, states of linear attention): bytes, copies and state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def state_dict(layer: Any) -> dict[str, Any]:
     """
     values = {name: value for name, value in vars(layer).items() if not isinstance(value, torch.device)}
     try:
-        return {"kind": type(layer).__name__, "values": {name: _plain(value) for name, value in values.items()}}
+        plain = {name: _plain(x) for name, x in values.items() if name not in getattr(layer, "stored_apart", ())}
+        return {"kind": type(layer).__name__, "values": plain}
     except TypeError as error:
         raise NotImplementedError(f"state_dict of a cache with a {type(layer).__name__}, which holds {error}") from None
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 import oscar_kv
-from oscar_kv.cache import ATTENTION_NAME, OscarCache
+from oscar_kv.cache import OscarCache
+from oscar_kv.cache_layer import ATTENTION_NAME
 from oscar_kv.cli.shared import ModelOption, Preset, PresetOption, errors_in_one_line
 from oscar_kv.evaluate import PRESETS
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oscar_kv import results
-from oscar_kv.cache import ATTENTION_NAME
+from oscar_kv.cache_layer import ATTENTION_NAME
 from oscar_kv.cli.shared import errors_in_one_line
 from oscar_kv.evaluate import REFERENCE
 from oscar_kv.extras import import_extra

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from oscar_kv.cache import OscarCache, OscarLayer
+from oscar_kv.cache import OscarCache
+from oscar_kv.cache_layer import OscarLayer
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.integrations.transformers import oscar_attention
 

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from oscar_kv.baselines.cache import BaselineLayer
-from oscar_kv.cache import OscarLayer
+from oscar_kv.cache_layer import OscarLayer
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.integrations.switch import replaced_attention
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT

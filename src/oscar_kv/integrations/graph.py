@@ -7,7 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oscar_kv import kernels
-from oscar_kv.cache import ATTENTION_NAME, OscarCache, OscarLayer
+from oscar_kv.cache import OscarCache
+from oscar_kv.cache_layer import ATTENTION_NAME, OscarLayer
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 

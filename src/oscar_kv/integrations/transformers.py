@@ -15,7 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from oscar_kv.attention import KVView, attend, new_tokens
-from oscar_kv.cache import ATTENTION_NAME, HANDOFF, SHARED, OscarCache, OscarLayer
+from oscar_kv.cache import OscarCache
+from oscar_kv.cache_layer import ATTENTION_NAME, HANDOFF, SHARED, OscarLayer
 from oscar_kv.config import OscarConfig
 from oscar_kv.integrations.fold import FoldedValues
 from oscar_kv.integrations.switch import set_attention
@@ -200,7 +201,7 @@ class Enabled:
         """Rotate the values by the weights, and not in the cache."""
         if not self.oscar_config.rotate_values or self.oscar_config.value_bits == 16:
             raise ValueError("fold_values: this configuration rotates no values")
-        packed = [i for i, layer in enumerate(cache.layers) if layer in cache.packed_layers]
+        packed = [i for i, layer in enumerate(cache.layers) if isinstance(layer, OscarLayer)]
         folded = FoldedValues(self.model, packed)
         self.oscar_config = replace(self.oscar_config, rotate_values=False)
         return folded

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from oscar_kv.cache import ATTENTION_NAME, OscarCache
+from oscar_kv.cache import OscarCache
+from oscar_kv.cache_layer import ATTENTION_NAME
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.evaluate import PRESETS, REFERENCE
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT, Enabled, enable

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from oscar_kv.cache import ATTENTION_NAME
+from oscar_kv.cache_layer import ATTENTION_NAME
 from oscar_kv.tasks.presets import Truncate
 from oscar_kv.tasks.scores import Score
 
