@@ -56,3 +56,14 @@ def divergence(truth: Tensor, other: Tensor) -> float:
     """Mean KL divergence in nats of other logits from the true ones."""
     p, q = (x.double().log_softmax(-1) for x in (truth, other))
     return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def check_packed_alike(alone: OscarCache, together: OscarCache, row: int) -> None:
+    """A row of a batch has the bytes that it has by itself, but for codes that a sum in another order tips over."""
+    for mine, other in zip(alone.packed_layers, together.packed_layers, strict=True):
+        assert mine.state is not None
+        assert other.state is not None
+        packed = mine.state.num_blocks[0]
+        assert packed == other.state.num_blocks[row] > 0
+        same = mine.state.records[0, :packed] == other.state.records[row, :packed]
+        assert same.float().mean() > 0.998

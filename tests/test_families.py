@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from families import TEXT, text_model
-from forced import blocks, divergence, logits, oscar_logits
+from forced import blocks, check_packed_alike, divergence, logits, oscar_logits
 from models import EXACT, forward, generate, passes, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.integrations.switch import replaced_attention
@@ -71,13 +71,7 @@ def test_rows_alone(name: str) -> None:
     for row in range(2):
         own, by_itself = oscar_logits(model, alone(inputs, row), OscarConfig(), chosen[row : row + 1])
         assert (own[0] - together[row]).abs().mean() < 0.02 * error
-        for mine, other in zip(by_itself.packed_layers, cache.packed_layers, strict=True):
-            assert mine.state is not None
-            assert other.state is not None
-            packed = mine.state.num_blocks[0]
-            assert packed == other.state.num_blocks[row] > 0
-            same = mine.state.records[0, :packed] == other.state.records[row, :packed]
-            assert same.float().mean() > 0.998
+        check_packed_alike(by_itself, cache, row)
 
 
 def test_few_bits(name: str) -> None:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 import oscar_kv
 from families import MEDIA, media_model
-from forced import blocks, divergence, logits, oscar_logits
+from forced import blocks, check_packed_alike, divergence, logits, oscar_logits
 from media import whole_omni
 from models import EXACT
 from oscar_kv import OscarConfig
@@ -108,13 +108,7 @@ def test_padded_rows_alone(name: str) -> None:
     for row, own in enumerate(rows):
         alone, by_itself = oscar_logits(model, own, OscarConfig(), chosen[row : row + 1])
         assert (alone[0] - together[row]).abs().mean() < 0.02 * error
-        for mine, other in zip(by_itself.packed_layers, cache.packed_layers, strict=True):
-            assert mine.state is not None
-            assert other.state is not None
-            packed = mine.state.num_blocks[0]
-            assert packed == other.state.num_blocks[row] > 0
-            same = mine.state.records[0, :packed] == other.state.records[row, :packed]
-            assert same.float().mean() > 0.998
+        check_packed_alike(by_itself, cache, row)
 
 
 @by_family
