@@ -14,6 +14,7 @@ from forced import blocks, check_packed_alike, divergence, logits, oscar_logits
 from models import EXACT, forward, generate, passes, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.integrations.switch import replaced_attention
+from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 
 pytestmark = pytest.mark.parametrize("name", TEXT)
 # fp32: sums of up to some hundred terms in another order, through up to four layers, for logits of size 1 to 10
@@ -128,6 +129,8 @@ def test_roll_back(name: str) -> None:
     model = text_model(name)
     ids, wrong = tokens(270)[0], tokens(8, seed=2)[0]
     kept = DynamicCache(config=model.config)
+    if CACHE_ARGUMENT != "cache" and any("Sliding" in type(layer).__name__ for layer in kept.layers):
+        pytest.skip("before 5.24 transformers fails by itself with passes of sliding layers that record their past")
     want = passes(model, ids, kept, [252, 1])
     with replaced_attention(model, "oscar"):
         cache = OscarCache(model.config, EXACT)
