@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, LogitsProcessor, PreTrainedModel
+from transformers import Cache, DynamicCache, LogitsProcessor, PreTrainedModel
 
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.integrations.switch import replaced_attention
@@ -45,6 +45,20 @@ def oscar_logits(
         mask = None if attention == "oscar" else inputs["attention_mask"]
         cache = OscarCache(model.config, config, attention_mask=mask)
         return logits(model, inputs, cache, chosen), cache
+
+
+def second_turn(
+    model: PreTrainedModel, inputs: Inputs, config: OscarConfig, chosen: Tensor, question: Tensor
+) -> tuple[Tensor, Tensor, OscarCache]:
+    """Logits of the turn after these tokens and a question: with an OscarCache and a DynamicCache; and the former."""
+    asked = torch.cat((inputs["input_ids"], chosen, question), dim=1)
+    again = {"input_ids": asked, "attention_mask": torch.ones_like(asked)}
+    kept = DynamicCache(config=model.config)
+    logits(model, inputs, kept, chosen)
+    want = logits(model, again, kept, chosen)
+    _, cache = oscar_logits(model, inputs, config, chosen)
+    with replaced_attention(model, "oscar"):
+        return logits(model, again, cache, chosen), want, cache
 
 
 def blocks(cache: OscarCache) -> list[list[int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from families import TEXT, text_model
-from forced import blocks, check_packed_alike, divergence, logits, oscar_logits
+from forced import blocks, check_packed_alike, divergence, logits, oscar_logits, second_turn
 from models import EXACT, forward, generate, passes, tokens
 from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.integrations.switch import replaced_attention
@@ -112,14 +112,7 @@ def test_second_turn(name: str) -> None:
     """The cache is fed back with the conversation so far and a question; so is a DynamicCache."""
     model = text_model(name)
     inputs, chosen = prompts(225), tokens(10, seed=2)[0]
-    asked = torch.cat((inputs["input_ids"], chosen, tokens(25, seed=3)[0]), dim=1)
-    again = {"input_ids": asked, "attention_mask": torch.ones_like(asked)}
-    kept = DynamicCache(config=model.config)
-    logits(model, inputs, kept, chosen)
-    want = logits(model, again, kept, chosen)
-    _, cache = oscar_logits(model, inputs, EXACT, chosen)
-    with replaced_attention(model, "oscar"):
-        got = logits(model, again, cache, chosen)
+    got, want, cache = second_turn(model, inputs, EXACT, chosen, tokens(25, seed=3)[0])
     torch.testing.assert_close(got, want, **CLOSE)
     assert blocks(cache) == [[2]] * len(cache.packed_layers)
 

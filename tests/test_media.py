@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 import oscar_kv
 from families import MEDIA, media_model
-from forced import blocks, check_packed_alike, divergence, logits, oscar_logits
+from forced import blocks, check_packed_alike, divergence, logits, oscar_logits, second_turn
 from media import whole_omni
 from models import EXACT
 from oscar_kv import OscarConfig
@@ -136,14 +136,7 @@ def test_second_turn(name: str) -> None:
     """A question about what was shown in the first turn, on the same cache."""
     model, prompt = media_model(name)
     inputs, chosen = prompt([60, *segments(name, "interleaved")], 1), text(1, 10)
-    asked = torch.cat((inputs["input_ids"], chosen, text(1, 40, seed=6)), dim=1)
-    again = {"input_ids": asked, "attention_mask": torch.ones_like(asked)}
-    kept = DynamicCache(config=model.config)
-    logits(model, inputs, kept, chosen)
-    want = logits(model, again, kept, chosen)
-    _, cache = oscar_logits(model, inputs, EXACT, chosen)
-    with replaced_attention(model, "oscar"):
-        got = logits(model, again, cache, chosen)
+    got, want, cache = second_turn(model, inputs, EXACT, chosen, text(1, 40, seed=6))
     torch.testing.assert_close(got, want, **CLOSE)
     assert all(min(rows) >= 2 for rows in blocks(cache))
 
