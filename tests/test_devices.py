@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import oscar_kv
 from models import EXACT, dynamic_cache, forward, generate, make_model, oscar_cache, passes, tokens
 from oscar_kv import DecodeGraph, OscarCache, OscarConfig
+from oscar_kv.integrations.transformers import PlainMask, oscar_mask
 
 pytestmark = pytest.mark.usefixtures("same_launches")
 
@@ -73,6 +74,15 @@ def test_weights_on_a_disk(where: list[str], mode: str, tmp_path: Path) -> None:
         new = spread.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=180, do_sample=False)
     truth = make_model(num_hidden_layers=LAYERS)
     assert torch.equal(new, generate(truth, ids, dynamic_cache(truth), 180))
+
+
+def test_a_copy_of_a_plain_mask_is_plain() -> None:
+    """accelerate gives each layer a copy of the mask on its own device: the kernels take that one, too."""
+    mask = oscar_mask(batch_size=2, q_length=3, kv_length=9, q_offset=6, attention_mask=torch.ones(2, 9).bool())
+    assert isinstance(mask, PlainMask)
+    assert isinstance(mask.to("meta"), PlainMask)
+    for other in (mask.float(), mask.to(torch.float32), mask[:, :, 1:], mask & True, torch.zeros(3).to("meta")):
+        assert not isinstance(other, PlainMask)
 
 
 # --- on GPUs

@@ -28,8 +28,6 @@ CACHE_ARGUMENT = (
     else "past_key_values"
 )  # fmt: skip
 
-_PLAIN = "_oscar_plain"  # attribute of such a mask
-
 # what models pass to every attention function and the mask or the cache already accounts for
 _WITHOUT_EFFECT = frozenset(
     {
@@ -46,11 +44,21 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, oscar_mask)
 
 
+class PlainMask(Tensor):
+    """A mask that is causal and hides padding, and no more. Its copies on other devices are, too; nothing else is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if func is Tensor.to and result.dtype == args[0].dtype else result
+
+
 def oscar_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of attention "sdpa", marked where it is causal and hides padding, and no more than that."""
+    """The mask of attention "sdpa", a :class:`PlainMask` where it is one."""
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     if mask is not None and kwargs.get("mask_function", causal_mask_function) is causal_mask_function:
-        setattr(mask, _PLAIN, True)
+        return mask.as_subclass(PlainMask)
     return mask
 
 
@@ -123,7 +131,7 @@ def oscar_attention(
         softcap=softcap,
         sink_logits=s_aux,
         causal=causal,
-        plain_mask=getattr(attention_mask, _PLAIN, False),
+        plain_mask=isinstance(attention_mask, PlainMask),
     )
     if commit is not None:
         commit[0].commit(commit[1], query)
