@@ -226,7 +226,10 @@ def _check_error(
             integer_zero,
             dtype,
         )
-        truth.check(_value_groups(decoded_values.double() @ turn, group), _stored(blocks, layout, "value"))
+        scale, center, unit = (x.double() for x in _stored(blocks, layout, "value"))
+        middle = (center * unit).unsqueeze(-1)  # from which the gain has moved what the codes were chosen for
+        moved = _value_groups(decoded_values.double() @ turn, group)
+        truth.check(middle + (moved - middle) / config.value_gain, (scale / config.value_gain, center, unit))
 
 
 @st.composite
@@ -250,6 +253,7 @@ def _configs(draw: st.DrawFn) -> OscarConfig:
         value_fit=draw(fits),  # type: ignore[arg-type]
         key_shrink=draw(st.sampled_from([0.8, 0.9, 1.0])),
         value_shrink=draw(st.sampled_from([0.85, 1.0])),
+        value_gain=1.0 if integer else draw(st.sampled_from([1.0, 1.1, 2.0])),
     )
 
 
@@ -294,6 +298,20 @@ def test_decode_undoes_scaling_rotation_and_equalization(hadamard: Hadamard, var
     for decoded, truth in zip(decode(blocks, layout, equalizer=equalizer), (k, v), strict=True):
         # log2(96) additions and three products in fp32
         torch.testing.assert_close(decoded.double(), truth, rtol=1e-5, atol=1e-6 * truth.abs().max().item())
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_values_of_quality_keep_their_size_on_average(dim: int) -> None:
+    """Of normal numbers: the slope of what is decoded over what was encoded, in fp64, is 1; without the gain, below."""
+    keys, values = _kv(tokens=1024, value_dim=dim)
+
+    def slope(gain: float) -> float:
+        config = dataclasses.replace(OscarConfig.quality(), value_gain=gain)
+        decoded, exact = _round_trip(keys, values, config)[1].double(), values.double()
+        return float((decoded * exact).sum() / exact.square().sum())
+
+    assert slope(OscarConfig.quality().value_gain) == pytest.approx(1.0, abs=0.02)
+    assert slope(1.0) < 0.93
 
 
 # ---- the same bits whatever is encoded along

@@ -27,6 +27,7 @@ BAD = [
     *[("value_fit", x) for x in ("mse", None)],
     *[("key_shrink", x) for x in (0.0, -0.5, 1.01, float("nan"), float("inf"))],
     *[("value_shrink", x) for x in (0.0, -0.5, 1.01, float("nan"), float("inf"))],
+    *[("value_gain", x) for x in (0.0, 0.99, 2.01, float("nan"), float("inf"))],
     *[("num_sinks", x) for x in (-1, 128, 1000, 1.5, None, "4")],
     *[("residual_length", x) for x in (0, -128, 1, 64, 127, 129, 200, 128.0, None, "128")],
 ]
@@ -44,6 +45,7 @@ def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
         {"zero_point": "int"},  # the default metadata is fp8
         {"zero_point": "int", "metadata": "float16"},  # the default value_fit is least squares
         {"zero_point": "int", "metadata": "float16", "key_fit": "lstsq", "value_fit": "minmax"},
+        {"zero_point": "int", "metadata": "float16", "value_fit": "minmax", "value_gain": 1.1},
     ],
 )
 def test_integer_zero_point_needs_16_bit_metadata_and_minmax(fields: dict[str, Any]) -> None:
@@ -71,6 +73,7 @@ def test_every_field_is_checked() -> None:
         ("key_fit", ("minmax", "lstsq")),
         ("value_fit", ("minmax", "lstsq")),
         ("key_shrink", (1e-3, 0.5, 1.0)),
+        ("value_gain", (1.0, 1.1, 2.0)),
         ("num_sinks", (0, 4, 127)),
         ("residual_length", (128, 256, 1024)),
     ],
@@ -97,7 +100,7 @@ def test_presets() -> None:
     assert (default.key_bits, default.value_bits, default.key_group, default.value_group) == (2, 2, 32, None)
     assert (default.metadata, default.equalize, default.num_sinks) == ("float8_e4m3", 0.5, 4)
     quality = OscarConfig.quality()
-    assert quality == dataclasses.replace(default, key_bits=3, key_shrink=1.0)
+    assert quality == dataclasses.replace(default, key_bits=3, key_shrink=1.0, value_gain=1.1)
     four = OscarConfig.four_bit()
     assert (four.key_bits, four.value_bits, four.value_group, four.metadata) == (4, 4, 32, "float16")
     assert (four.key_shrink, four.value_shrink) == (1.0, 1.0)
@@ -119,6 +122,7 @@ def test_presets() -> None:
         "value_fit": "minmax",
         "key_shrink": 1.0,
         "value_shrink": 1.0,
+        "value_gain": 1.0,
         "num_sinks": 0,
         "residual_length": 128,
     }

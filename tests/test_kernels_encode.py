@@ -38,6 +38,7 @@ CASES = {
        for k, v in ((16, 32), (64, 64), (80, 80), (96, 112), (192, 128), (256, 256), (512, 512))},
     **{f"exact-{t}".replace("torch.", ""): (EXACT, 128, 128, t) for t in (torch.float16, torch.float32)},
     "exact-unrotated": (replace(EXACT, rotate_keys=False, rotate_values=False), 128, 128, torch.bfloat16),
+    "exact-gain": (replace(EXACT, value_gain=1.3), 128, 128, torch.float16),
     "exact-integer-zero": (replace(OscarConfig.paper(), token_norm=None), 128, 128, torch.bfloat16),
     "lstsq-keys": (replace(DEFAULT, key_fit="lstsq", key_group=128, value_group=128), 128, 128, torch.float16),
     "lstsq-8-bit": (replace(DEFAULT, key_fit="lstsq", key_bits=8, value_bits=8), 128, 128, torch.bfloat16),

@@ -165,8 +165,9 @@ def _encode_values(values: Tensor, layout: RecordLayout, num_sinks: int) -> tupl
     scale, center = fit_group(
         v, keep, config.value_bits, fit=config.value_fit, shrink=config.value_shrink, integer_zero=integer_zero
     )
-    s, c, unit = round_metadata(scale, center, layout.metadata_dtype, (-2, -1))
-    codes = quantize(v, s.float() * unit, c.float() * unit, config.value_bits).flatten(-2)  # (..., 128, value_dim)
+    s, c, unit = round_metadata(scale * config.value_gain, center, layout.metadata_dtype, (-2, -1))
+    step = s.float() * unit * (1 / config.value_gain)
+    codes = quantize(v, step, c.float() * unit, config.value_bits).flatten(-2)  # (..., 128, value_dim)
     sections = {
         "value_codes": pack_codes(codes, config.value_bits, tokens_are_rows=False),
         "value_scale": to_bytes(order_metadata(s.transpose(-1, -2))),

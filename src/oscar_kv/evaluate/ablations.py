@@ -19,4 +19,9 @@ ABLATIONS: Mapping[str, OscarConfig] = {
     "float16-metadata": replace(_DEFAULT, metadata="float16"),
     "quality-shrunk": replace(_QUALITY, key_shrink=_DEFAULT.key_shrink),
     "quality-float16": replace(_QUALITY, metadata="float16"),
+    "quality-keys-16": replace(_QUALITY, key_bits=16),
+    "quality-values-16": replace(_QUALITY, value_bits=16),
+    "quality-values-3": replace(_QUALITY, value_bits=3, value_gain=1.0),
+    "quality-values-g32": replace(_QUALITY, value_group=32),
+    "quality-no-gain": replace(_QUALITY, value_gain=1.0),
 }

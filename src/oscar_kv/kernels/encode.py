@@ -96,6 +96,8 @@ def defines(layout: RecordLayout, *, equalized: bool, arch: str) -> dict[str, in
         "VFIT": int(config.value_fit == "lstsq"),
         "KSTEP": _float32(config.key_shrink / (2**config.key_bits - 1)),
         "VSTEP": _float32(config.value_shrink / (2**config.value_bits - 1)),
+        "VGAIN": _float32(config.value_gain),
+        "VUNGAIN": _float32(1 / config.value_gain),
         "ROTK": int(config.rotate_keys),
         "ROTV": int(config.rotate_values),
         "DTYPE": DTYPES.index(layout.dtype),

@@ -17,8 +17,9 @@
 // million. See Side::EXACT.
 //
 // Defines. Of each side X = K, V: XD head dimension, XBITS, XGROUP, ROTX, XFIT (0 min/max, 1 least squares),
-// XSTEP (shrink / levels as float32), XSLICE (channels in shared memory at a time). DTYPE, META: see common.cuh.
-// NORM 0 none, 1 l2, 2 max, 3 mean_abs. SCOPE 0 one norm over all heads, 1 one per head. INTZERO, EQUAL.
+// XSTEP (shrink / levels as float32), XSLICE (channels in shared memory at a time). VGAIN, VUNGAIN: the values' gain and
+// its reciprocal as float32. DTYPE, META: see common.cuh. NORM 0 none, 1 l2, 2 max, 3 mean_abs. SCOPE 0 one norm over
+// all heads, 1 one per head. INTZERO, EQUAL.
 // THREADS, CTAS (per multiprocessor), SHARED (bytes). RECORD, KEY_SCALE, KEY_CENTER, UNITS, VALUE_CODES, VALUE_SCALE,
 // VALUE_CENTER: bytes of a record and of what lies before each section.
 #pragma once

@@ -82,7 +82,7 @@ __device__ __forceinline__ float2 refine(float (&x)[Side<KEYS>::PART], float cou
     return grid;
 }
 
-// Center (x) and scale (y) of a group. NaN in x: left out for keys, taken over by the result for values.
+// Center (x) and scale (y) of a group, with the gain. NaN in x: left out for keys, taken over by the result for values.
 template <bool KEYS>
 __device__ __forceinline__ float2 fit(float (&x)[Side<KEYS>::PART], float count) {
     using S = Side<KEYS>;
@@ -107,7 +107,7 @@ __device__ __forceinline__ float2 fit(float (&x)[Side<KEYS>::PART], float count)
     }
     float2 grid = make_float2(center, scale);
     if constexpr (S::LSTSQ) grid = refine<KEYS>(x, count, grid);
-    return make_float2(grid.x * S::UNIT, grid.y * S::UNIT);
+    return make_float2(grid.x * S::UNIT, grid.y * (S::UNIT * S::GAIN));
 }
 
 // Which group a thread works on, of the ones in the tile: `index` counts them as the metadata section does.

@@ -20,8 +20,8 @@ __device__ __forceinline__ float power_of_two(int exponent) {  // -127 to 127
     return exponent < -126 ? 0.5f * TINY : __uint_as_float((u32)(exponent + 127) << 23);
 }
 
-// Store scales and centers, and replace them by what `quantize` makes of what was stored: EXACT center, 1 / scale and
-// scale, or else position on the grid of 0 and of 1, both as parts of LEVELS.
+// Store scales and centers, and replace them by what `quantize` makes of what was stored, without the gain: EXACT
+// center, 1 / scale and scale, or else position on the grid of 0 and of 1, both as parts of LEVELS.
 template <bool KEYS>
 __device__ __forceinline__ void round_grids(float4* grids, u8* record, int exponent) {
     using S = Side<KEYS>;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void round_grids(float4* grids, u8* record, int expon
         float4 grid = grids[i];
         float2 stored = store_metadata<META>(
             record + S::SCALE, record + S::CENTER, metadata_order(i), grid.z * inverse, grid.x * inverse);
-        float scale = stored.x * unit, center = stored.y * unit;
+        float scale = stored.x * unit * S::UNGAIN, center = stored.y * unit;
         if constexpr (S::EXACT) {
             grids[i] = make_float4(center, scale >= TINY ? 1.0f / scale : 0.0f, scale, 0.0f);
         } else {

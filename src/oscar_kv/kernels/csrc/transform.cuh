@@ -51,6 +51,8 @@ struct Side {
     static constexpr bool ROTATE = KEYS ? ROTK : ROTV;
     static constexpr bool LSTSQ = KEYS ? KFIT : VFIT;
     static constexpr float STEP = KEYS ? KSTEP : VSTEP;
+    static constexpr float GAIN = KEYS ? 1.0f : VGAIN;  // of the stored scale over that of the codes
+    static constexpr float UNGAIN = KEYS ? 1.0f : VUNGAIN;
     static constexpr int CODES = KEYS ? 0 : VALUE_CODES;
     static constexpr int SCALE = KEYS ? KEY_SCALE : VALUE_SCALE;
     static constexpr int CENTER = KEYS ? KEY_CENTER : VALUE_CENTER;
