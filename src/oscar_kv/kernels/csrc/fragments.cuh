@@ -27,6 +27,7 @@ __device__ __forceinline__ void mma_model(float* c, const u32* a, u32 b0, u32 b1
 __device__ __forceinline__ uint4 lds128(u32 a) { uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a)); return v; }
 __device__ __forceinline__ uint2 lds64(u32 a) { uint2 v; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a)); return v; }
 __device__ __forceinline__ u32 lds32(u32 a) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a)); return v; }
+__device__ __forceinline__ void sts128(u32 a, uint4 v) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 template <bool TRANS>
 __device__ __forceinline__ void ldmatrix(u32* a, u32 addr) {
   if (TRANS) asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(addr));
@@ -59,6 +60,25 @@ __device__ __forceinline__ uint2 meta4(u32 a) {
   if ((y & 0x7f000000u) == 0x7f000000u) v.y |= 0x7e000000u;
 #endif
   return v;
+#endif
+}
+
+// N scales as fp16, where they and the N centers behind them were: the centers have been read. With fp16 they stay.
+template <int N>
+__device__ __forceinline__ void expand_scales(u32 a, int lane) {
+#if META != 0
+  constexpr int EIGHTS = N / 8, STEPS = (EIGHTS + 31) / 32;
+  uint2 lo[STEPS], hi[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    const u32 from = a + min(32 * i + lane, EIGHTS - 1) * 8 * MB;
+    lo[i] = meta4(from), hi[i] = meta4(from + 4 * MB);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i)
+    if (32 * i + lane < EIGHTS) sts128(a + (32 * i + lane) * 16, make_uint4(lo[i].x, lo[i].y, hi[i].x, hi[i].y));
+  __syncwarp();
 #endif
 }
 

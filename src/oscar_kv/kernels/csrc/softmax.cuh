@@ -123,6 +123,7 @@ __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32
         }
       }
   }
+  expand_scales<KG * KD>(ks + K_SCALE, lane);
 #pragma unroll K_UNROLL
   for (int ct = 0; ct < KT; ++ct) {
     uint2 q[NT];
@@ -136,7 +137,7 @@ __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32
 #pragma unroll
       for (int p = set * Words<KBITS>::PER; p < (set + 1) * Words<KBITS>::PER; ++p) {
         if (p % (KGROUP / 16) == 0 || p == set * Words<KBITS>::PER) {
-          const uint2 sc = meta4(ks + K_SCALE + ((p / (KGROUP / 16) * KT + ct) * 4 + tid) * 4 * MB);
+          const uint2 sc = lds64(ks + K_SCALE + ((p / (KGROUP / 16) * KT + ct) * 4 + tid) * 8);
 #pragma unroll
           for (int t = 0; t < NT; ++t) b[t][0] = hmul2(q[t].x, sc.x), b[t][1] = hmul2(q[t].y, sc.y);
         }
@@ -218,11 +219,28 @@ __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32
 __device__ __forceinline__ void packed_values(u32 vs, int lane, const u32 (&pb)[NT][8][2], State& st) {
   const int gid = lane >> 2, tid = lane & 3;
 #pragma unroll
+  for (int p = 0; p < 8; ++p) {
+    const u32 f = pack_f16(pow2(pexp(VBITS, p) - VE), pow2(pexp(VBITS, p) - VE));
+#pragma unroll
+    for (int zt = 0; zt < (2 * VG + 15) / 16; ++zt) {
+      u32 A[4] = {0u, 0u, 0u, 0u};
+      const uint2 lo = meta4(vs + V_SCALE + ((min(16 * zt + gid, 2 * VG - 1) * 8 + p) * 4 + tid) * 4 * MB);
+      A[0] = hmul2(lo.x, f), A[2] = hmul2(lo.y, f);
+      if (2 * VG > 16 * zt + 8) {
+        const uint2 hi = meta4(vs + V_SCALE + ((min(16 * zt + 8 + gid, 2 * VG - 1) * 8 + p) * 4 + tid) * 4 * MB);
+        A[1] = hmul2(hi.x, f), A[3] = hmul2(hi.y, f);
+      }
+#pragma unroll
+      for (int t = 0; t < NT; ++t) mma(st.z[t][zt], A, pb[t][p][0], pb[t][p][1]);
+    }
+  }
+  expand_scales<VG * 128>(vs + V_SCALE, lane);
+#pragma unroll
   for (int g = 0; g < VG; ++g) {
     u32 b[NT][8][2];
 #pragma unroll
     for (int p = 0; p < 8; ++p) {
-      const uint2 sc = meta4(vs + V_SCALE + ((g * 8 + p) * 4 + tid) * 4 * MB);
+      const uint2 sc = lds64(vs + V_SCALE + ((g * 8 + p) * 4 + tid) * 8);
 #pragma unroll
       for (int t = 0; t < NT; ++t) b[t][p][0] = hmul2(pb[t][p][0], sc.x), b[t][p][1] = hmul2(pb[t][p][1], sc.y);
     }
@@ -244,22 +262,6 @@ __device__ __forceinline__ void packed_values(u32 vs, int lane, const u32 (&pb)[
             for (int t = 0; t < NT; ++t) mma(st.o[t][ct + i], A, b[t][p][0], b[t][p][1]);
           }
       }
-  }
-#pragma unroll
-  for (int p = 0; p < 8; ++p) {
-    const u32 f = pack_f16(pow2(pexp(VBITS, p) - VE), pow2(pexp(VBITS, p) - VE));
-#pragma unroll
-    for (int zt = 0; zt < (2 * VG + 15) / 16; ++zt) {
-      u32 A[4] = {0u, 0u, 0u, 0u};
-      const uint2 lo = meta4(vs + V_SCALE + ((min(16 * zt + gid, 2 * VG - 1) * 8 + p) * 4 + tid) * 4 * MB);
-      A[0] = hmul2(lo.x, f), A[2] = hmul2(lo.y, f);
-      if (2 * VG > 16 * zt + 8) {
-        const uint2 hi = meta4(vs + V_SCALE + ((min(16 * zt + 8 + gid, 2 * VG - 1) * 8 + p) * 4 + tid) * 4 * MB);
-        A[1] = hmul2(hi.x, f), A[3] = hmul2(hi.y, f);
-      }
-#pragma unroll
-      for (int t = 0; t < NT; ++t) mma(st.z[t][zt], A, pb[t][p][0], pb[t][p][1]);
-    }
   }
 }
 
@@ -369,7 +371,7 @@ __device__ __forceinline__ void attend_item(
   else exact_scores(a, cur, ks, lane, st, pb);
   __syncwarp();
   if (more) {
-    if (!packed) fence_copies();
+    if (!packed || META != 0) fence_copies();
     fetch<true>(a, next, ks, bars, lane, qs, fresh);
   } else commit();
   wait(bars + 8, phase, packed);
@@ -379,7 +381,7 @@ __device__ __forceinline__ void attend_item(
   if (packed) phase ^= 1;
   else if (last) st.rotate_exact(lane);
   if (more) {
-    if (!packed) fence_copies();
+    if (!packed || META != 0) fence_copies();
     fetch<false>(a, next, vs, bars + 8, lane);
   }
 }
