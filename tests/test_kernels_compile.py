@@ -53,7 +53,8 @@ def test_every_kernel_compiles_without_spills(module: str, arch: str) -> None:
         usage = resource_usage(nvrtc._compile(source, defines, arch))
         assert main in (*usage, ""), title
         for name, one in usage.items():
-            assert one.local <= 32, f"{name}, {title}"  # registers saved around a call, but nothing of a loop
+            # registers saved around a call, but nothing of a loop; encode is faster with some in memory and one CTA more
+            assert one.local <= (64 if source == "encode.cu" else 32), f"{name}, {title}"
             assert 0 < one.registers <= 255
 
 

@@ -90,8 +90,8 @@ struct Words {
   uint2 x;  // 1-bit plane of 3-bit codes
   static constexpr int PER = BITS == 4 ? 4 : BITS == 8 ? 2 : 8;  // token tiles per word
   __device__ __forceinline__ void load(u32 base, int set, int tile, int tiles, int lane) {
-    w = lds128(base + ((set * tiles + tile) * 32 + lane) * 16);
-    if (BITS == 3) x = lds64(base + tiles * 512 + (tile * 32 + lane) * 8);
+    w = lds128(base + lane * 16 + (set * tiles + tile) * 512);
+    if (BITS == 3) x = lds64(base + lane * 8 + (2 * tiles + tile) * 256);
   }
   __device__ __forceinline__ void fragment(u32* a, int p) const {
     const u32 r[4] = {w.x, w.y, w.z, w.w};

@@ -2,9 +2,9 @@
 #pragma once
 #include "worklist.cuh"
 
+// B operand of a channel tile; columns that are not in use repeat those that are
 __device__ __forceinline__ uint2 query_fragment(u32 qs, int t, int ct, int lane) {
-  if (QCOLS == 8 || lane < 4 * QCOLS) return lds64(qs + ((t * KT + ct) * 4 * QCOLS + lane) * 8);
-  return make_uint2(0u, 0u);
+  return lds64(qs + (lane % (4 * QCOLS)) * 8 + (t * KT + ct) * 32 * QCOLS);
 }
 
 __device__ __forceinline__ float cap(const Args& a, float s) {
@@ -88,19 +88,21 @@ struct State {
 
 // Scores of a packed block, then probabilities as B operands of the value product
 __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32 ks, u32 qs, int lane, State& st, u32 (&pb)[NT][8][2]) {
+  asm volatile("" : "+r"(lane));  // addresses are worked out anew: registers are scarcer
   const int gid = lane >> 2, tid = lane & 3;
   float s[NT][8][4];
   {  // centers: rows of A are the groups' scales, then their centers, which lie one after the other
     float b[NT][4];
 #pragma unroll
     for (int t = 0; t < NT; ++t) b[t][0] = b[t][1] = b[t][2] = b[t][3] = 0.0f;
-#pragma unroll 4
+    const u32 rows = ks + K_SCALE + (min(gid, 2 * KG - 1) * KT * 4 + tid) * 4 * MB;
+#pragma unroll
     for (int ct = 0; ct < KT; ++ct) {
       u32 A[4] = {0u, 0u, 0u, 0u};
-      const uint2 lo = meta4(ks + K_SCALE + ((min(gid, 2 * KG - 1) * KT + ct) * 4 + tid) * 4 * MB);
+      const uint2 lo = meta4(rows + ct * 16 * MB);
       A[0] = lo.x, A[2] = lo.y;
       if (KG == 8) {
-        const uint2 hi = meta4(ks + K_SCALE + (((gid + 8) * KT + ct) * 4 + tid) * 4 * MB);
+        const uint2 hi = meta4(rows + (8 * KT + ct) * 16 * MB);
         A[1] = hi.x, A[3] = hi.y;
       }
 #pragma unroll
@@ -137,7 +139,7 @@ __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32
 #pragma unroll
       for (int p = set * Words<KBITS>::PER; p < (set + 1) * Words<KBITS>::PER; ++p) {
         if (p % (KGROUP / 16) == 0 || p == set * Words<KBITS>::PER) {
-          const uint2 sc = lds64(ks + K_SCALE + ((p / (KGROUP / 16) * KT + ct) * 4 + tid) * 8);
+          const uint2 sc = lds64(ks + K_SCALE + tid * 8 + (p / (KGROUP / 16) * KT + ct) * 32);
 #pragma unroll
           for (int t = 0; t < NT; ++t) b[t][0] = hmul2(q[t].x, sc.x), b[t][1] = hmul2(q[t].y, sc.y);
         }
