@@ -246,7 +246,7 @@ __device__ __forceinline__ void packed_values(u32 vs, int lane, const u32 (&pb)[
 #pragma unroll
       for (int t = 0; t < NT; ++t) b[t][p][0] = hmul2(pb[t][p][0], sc.x), b[t][p][1] = hmul2(pb[t][p][1], sc.y);
     }
-    constexpr int ABREAST = VGROUP / 16 % 2 ? 1 : 2;  // channel tiles side by side: independent chains
+    constexpr int ABREAST = VGROUP / 16 % 4 == 0 ? 4 : VGROUP / 16 % 2 ? 1 : 2;  // channel tiles side by side: independent chains
 #pragma unroll
     for (int ct = g * (VGROUP / 16); ct < (g + 1) * (VGROUP / 16); ct += ABREAST)
 #pragma unroll
