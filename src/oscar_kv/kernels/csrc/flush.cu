@@ -108,7 +108,7 @@ __device__ __forceinline__ void move_tail(const Args& a, int row, int head, int 
     }
 }
 
-constexpr int PARTS = BLOCK_TOKENS / NORM_TOKENS;
+constexpr int NORM_TOKENS = SCOPE ? 32 : 8, PARTS = BLOCK_TOKENS / NORM_TOKENS;  // of a CTA; CTAs of a block
 
 // CTAs that take the norms of a row.
 __device__ __forceinline__ int norm_tasks(const Args& a) { return NORM ? PARTS * (SCOPE ? a.heads : 1) : 0; }
@@ -125,7 +125,7 @@ __device__ __forceinline__ void pack(const Args& a, const Due& due) {
         for (int block = 0; block < due.blocks[which]; block++) {
             const Spot spot = due.spot(which, block);
             if (is_norm)
-                norms_of_tokens<8>(a, spot, part % PARTS * NORM_TOKENS, part / PARTS, SCOPE ? 1 : a.heads);
+                norms_of_tokens<NORM_TOKENS>(a, spot, part % PARTS * NORM_TOKENS, part / PARTS, SCOPE ? 1 : a.heads);
             else if (is_key)
                 encode_side<true>(a, spot, part);
             else
