@@ -1,9 +1,12 @@
 """Tiny models that see or hear, with random weights and real processors, in folders."""
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
+    GenerationConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -15,6 +18,8 @@ from transformers import (
 )
 
 from models import byte_tokenizer
+
+RATE, SECONDS = 8000, 15.0  # 375 tokens, of sounds that are resampled to 16 kHz
 
 TEMPLATE = (
     "{% for turn in messages %}{% for part in turn['content'] %}"
@@ -78,3 +83,40 @@ def save_omni(path):
     extractor = WhisperFeatureExtractor(feature_size=16)
     Qwen2AudioProcessor(extractor, tokenizer, chat_template=template).save_pretrained(path)
     return path
+
+
+def says_only(characters, tokenizer):
+    """The configuration of a model that may write these characters alone, for answers that metrics can read."""
+    allowed = {tokenizer.convert_tokens_to_ids(tokenizer.tokenize(character)[0]) for character in characters}
+    return GenerationConfig(suppress_tokens=[i for i in range(len(tokenizer)) if i not in allowed])
+
+
+def sharpen(model):
+    """Weights with which what is seen, heard and quantized changes answers."""
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:
+            for weight in layer.parameters():
+                weight.mul_(4 if weight.ndim > 1 else 1)
+
+
+def picture(text):
+    """An image of a word."""
+    image = Image.new("RGB", (300, 220), "white")
+    ImageDraw.Draw(image).text((30, 90), text, fill="black", font_size=60)
+    return image
+
+
+def tone(seed, seconds=SECONDS):
+    """A tone and some noise."""
+    time = np.arange(int(RATE * seconds)) / RATE
+    noise = np.random.default_rng(seed).standard_normal(len(time))
+    return (0.5 * np.sin(2 * np.pi * 200 * (seed + 1) * time) + 0.02 * noise).astype("float32")
+
+
+def resampled(path):
+    """The samples of a file at 16 kHz."""
+    import soundfile
+    import soxr
+
+    samples, rate = soundfile.read(path, dtype="float32")
+    return soxr.resample(samples, rate, 16000, quality="HQ")

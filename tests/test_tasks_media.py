@@ -7,53 +7,33 @@ import random
 import re
 import string
 import sys
-import tomllib
-from importlib.metadata import EntryPoint
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image, ImageDraw
-from transformers import GenerationConfig
 from typer.testing import CliRunner
 
-from oscar_kv import OscarConfig
 from oscar_kv.cli import app
 from oscar_kv.evaluate import REFERENCE
 from oscar_kv.multimodal import load_multimodal
 from oscar_kv.tasks.compare import compare
 from oscar_kv.tasks.records import Records, Setting
-from saved_media import save_llava, save_omni
+from saved_media import RATE, picture, resampled, save_llava, save_omni, says_only, sharpen, tone
 
 lmms_eval = pytest.importorskip("lmms_eval", reason="lmms-eval (extra media) is not installed")
 soundfile = pytest.importorskip("soundfile", reason="soundfile (extra media) is not installed")
 import datasets  # noqa: E402
 
-from oscar_kv.tasks.media import OscarLMM, _read  # noqa: E402
-from oscar_kv.tasks.media_runs import OWN_TASKS, MediaTasks, media_runner, media_score  # noqa: E402
+from oscar_kv.tasks.media import OscarLMM  # noqa: E402
+from oscar_kv.tasks.media_runs import media_runner, media_score  # noqa: E402
+from oscar_kv.tasks.media_tasks import OWN_TASKS, MediaTasks  # noqa: E402
 
 THEIRS = Path(lmms_eval.__file__).parent / "tasks"
-SIDE, IMAGE_TOKENS = 224, 256  # pixels of a side; two blocks of a cache
-RATE, SECONDS = 8000, 15.0  # 375 tokens, of sounds that are resampled to 16 kHz
+SIDE = 224  # pixels: 256 tokens, two blocks of a cache
 SHORT = {"max_new_tokens": 40, "do_sample": False}
 KINDS = ("Regular Text Recognition", "Doc-oriented VQA", "Handwritten Mathematical Expression Recognition")
-
-
-def says_only(characters, tokenizer, **options):
-    """A model that may write these characters alone, for answers that metrics can read."""
-    allowed = {tokenizer.convert_tokens_to_ids(tokenizer.tokenize(character)[0]) for character in characters}
-    return GenerationConfig(suppress_tokens=[i for i in range(len(tokenizer)) if i not in allowed], **options)
-
-
-def sharpen(model):
-    """Weights with which what is seen, heard and quantized changes answers."""
-    with torch.no_grad():
-        for layer in model.model.language_model.layers:
-            for weight in layer.parameters():
-                weight.mul_(4 if weight.ndim > 1 else 1)
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +66,6 @@ def plain_answer(model, processor, text, tokens, **media):
     assert (prompt + tokens) // 128 > 2  # blocks
     out = model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
     return processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def picture(text):
-    image = Image.new("RGB", (300, 220), "white")
-    ImageDraw.Draw(image).text((30, 90), text, fill="black", font_size=60)
-    return image
 
 
 @pytest.fixture(scope="module")
@@ -190,19 +164,6 @@ def test_ocrbench_scores_are_its_metric_on_the_answers(ocr, ocr_ran):
             assert score.diff == pytest.approx((sum(right) - 2) / 1000)
             assert score.low <= score.diff <= score.high
     assert (scores["unquantized"]["ocrbench_accuracy"].low, scores["unquantized"]["ocrbench_accuracy"].high) == (0, 0)
-
-
-def tone(seed, seconds=SECONDS):
-    time = np.arange(int(RATE * seconds)) / RATE
-    noise = np.random.default_rng(seed).standard_normal(len(time))
-    return (0.5 * np.sin(2 * np.pi * 200 * (seed + 1) * time) + 0.02 * noise).astype("float32")
-
-
-def resampled(path):
-    import soxr
-
-    samples, rate = soundfile.read(path, dtype="float32")
-    return soxr.resample(samples, rate, 16000, quality="HQ")
 
 
 @pytest.fixture(scope="module")
@@ -321,65 +282,6 @@ def test_mmau_reads_sounds_out_of_the_table(hearing, ran, tmp_path):
         assert found["accuracy"].n == 3
 
 
-def test_samples_and_files_sound_the_same(tmp_path):
-    """What lmms-eval's tasks give for a sound: samples, the bytes of a file, or its path."""
-    from transformers.audio_utils import load_audio
-
-    soundfile.write(tmp_path / "a.wav", tone(0, 1.0), RATE, subtype="FLOAT")
-    given = [
-        {"array": tone(0, 1.0), "sampling_rate": RATE},
-        {"array": np.stack([tone(0, 1.0)] * 2), "sampling_rate": RATE},
-        {"bytes": (tmp_path / "a.wav").read_bytes(), "path": None},
-        {"bytes": None, "path": str(tmp_path / "a.wav")},
-        str(tmp_path / "a.wav"),
-    ]
-    for medium in given:
-        kind, source = _read(medium)
-        assert kind == "audio"
-        np.testing.assert_allclose(
-            load_audio(source, sampling_rate=16000), resampled(tmp_path / "a.wav"), atol=1e-6, rtol=0
-        )
-
-
-def test_other_media():
-    assert _read("clip.mp4") == ("video", "clip.mp4")
-    assert _read("page.png") == ("image", "page.png")
-    for unknown in ("notes.txt", 7, {"a": 1}):
-        with pytest.raises(NotImplementedError, match=r"neither an image"):
-            _read(unknown)
-
-
-def answer(model, options, media=None, **more):
-    lm = OscarLMM(*model, **more)
-    lm.task_dict = {"t": {"test": [media or [[picture("7")], None]]}}
-    request = SimpleNamespace(args=("What?", options, lambda item: item, 0, "t", "test"))
-    return lm.generate_until([request])[0]
-
-
-def test_answers_end_where_the_task_says(llava):
-    whole = answer(llava, {"max_new_tokens": 60, "until": ["\n\n"]})
-    stop = whole[20:23]
-    assert answer(llava, {"max_new_tokens": 60, "until": stop}) == whole[: whole.index(stop)]
-    assert len(whole) == 60
-
-
-def test_what_cannot_be_is_refused(llava, tmp_path):
-    with pytest.raises(NotImplementedError, match="greedy"):
-        answer(llava, {"do_sample": True, "temperature": 0.7})
-    with pytest.raises(NotImplementedError, match="the task has audio, which LlavaProcessor does not read"):
-        answer(llava, {}, [{"array": tone(0), "sampling_rate": RATE}])
-    with pytest.raises(NotImplementedError, match="batch_size 2"):
-        OscarLMM(*llava, batch_size=2)
-    with pytest.raises(ValueError, match="no cache best"):
-        OscarLMM(*llava, cache="best")
-    with pytest.raises(ValueError, match="needs its processor"):
-        OscarLMM(llava[0])
-    (tmp_path / "choice.yaml").write_text('{"task": "scored", "output_type": "loglikelihood"}', encoding="utf-8")
-    with pytest.raises(NotImplementedError, match="log-likelihoods"):
-        OscarLMM(*llava).loglikelihood([])
-    assert "generate" not in vars(llava[0])  # given back as it was
-
-
 def test_names_of_benchmarks_tasks_and_groups(tmp_path):
     tasks = MediaTasks()
     assert tasks.named("ocrbench") == ["ocrbench"]
@@ -407,20 +309,6 @@ def test_scores_are_means_percentages_or_counts():
         assert np.isnan(odd.values).all()
 
 
-def test_lmms_eval_finds_the_model_by_its_name(seeing):
-    from lmms_eval.models.registry_v2 import ModelRegistryV2
-
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    ((name, value),) = project["entry-points"]["lmms_eval.models"].items()
-    registry = ModelRegistryV2()
-    registry.register_manifest(EntryPoint(name, value, "lmms_eval.models").load()())
-    lm = registry.get_model_class("oscar").create_from_arg_string(
-        f"pretrained={seeing},cache=quality", {"batch_size": 1, "device": "cpu"}
-    )
-    assert isinstance(lm, OscarLMM)
-    assert lm.oscar_config == OscarConfig.quality()
-
-
 def invoke(*arguments, code=0):
     result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["eval", *map(str, arguments)])
     assert result.exit_code == code, result.output
@@ -442,18 +330,12 @@ def test_eval_media_appends_rows_and_goes_on(seeing, ocr, ocr_ran, tmp_path):
         truth = ocr_ran[0][row["cache"]]["ocrbench_accuracy"]
         assert float(row["value"]) == pytest.approx(truth.value)
         assert f"{truth.value:.4f} ± {truth.stderr:.4f}" in output
-        assert (row["n"], row["lmms_eval"]) == ("4", lmms_eval_version())
+        assert (row["n"], row["lmms_eval"]) == ("4", version("lmms_eval"))
     assert float(rows[1]["diff"]) == pytest.approx(ocr_ran[0]["default"]["ocrbench_accuracy"].diff)
     assert not Path("results").exists()  # where OCRBench would leave its own report
 
 
-def lmms_eval_version():
-    from importlib.metadata import version
-
-    return version("lmms_eval")
-
-
-def test_eval_media_says_what_is_wrong_in_one_line(seeing, mmau_pro, monkeypatch):
+def test_eval_media_says_what_is_wrong_in_one_line(seeing, ocr, mmau_pro, tmp_path, monkeypatch):
     def one_line(command, *options):
         output = invoke(command, seeing, *options, code=1)
         assert len(re.findall("^oscar-kv: ", output, flags=re.MULTILINE)) == 1
@@ -466,6 +348,9 @@ def test_eval_media_says_what_is_wrong_in_one_line(seeing, mmau_pro, monkeypatch
     monkeypatch.setenv("HF_HOME", str(mmau_pro[0]))
     hears = one_line("media", "--task", "mini_mmau_pro", "--include-path", mmau_pro[0])
     assert "the task has audio, which LlavaProcessor does not read" in hears
+    gone = {"task": "gone", "include": str(ocr[0] / "mini_ocrbench.yaml"), "dataset_path": "json"}
+    (tmp_path / "gone.yaml").write_text(json.dumps(gone | {"dataset_kwargs": {"data_files": "no.json"}}))
+    assert "gone: its data cannot be loaded" in one_line("media", "--task", "gone", "--include-path", tmp_path)
     monkeypatch.setitem(sys.modules, "lmms_eval", None)
     monkeypatch.delitem(sys.modules, "lmms_eval.evaluator")
     assert "pip install 'oscar-kv[media]'" in one_line("media", "--task", "ocrbench")

@@ -54,7 +54,8 @@ def media(
         for module in ("soundfile", "filelock._api", "lmms_eval.evaluator"):
             import_extra(module, "media")
         from oscar_kv.tasks.media import OscarLMM
-        from oscar_kv.tasks.media_runs import MediaTasks, media_runner
+        from oscar_kv.tasks.media_runs import media_runner
+        from oscar_kv.tasks.media_tasks import MediaTasks
 
         caches = chosen(cache)
         records = Records(None if csv is None else csv.with_name(csv.name + ITEMS))

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import mimetypes
-from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
-import soundfile
 import torch
 from lmms_eval.api.instance import Instance
 from lmms_eval.api.model import lmms
-from PIL import Image
 from transformers import PreTrainedModel, ProcessorMixin, StoppingCriteriaList, StopStringCriteria
 
 from oscar_kv.cache_layer import ATTENTION_NAME
@@ -22,14 +15,10 @@ from oscar_kv.config import OscarConfig
 from oscar_kv.integrations.transformers import Enabled, enable
 from oscar_kv.multimodal import load_multimodal, prepare
 from oscar_kv.tasks.caches import cache_config
+from oscar_kv.tasks.media_parts import READERS, flat, read
 
 _NEW_TOKENS = 1024  # of an answer, where the task sets no limit
 _FILLED_IN = "\n\n"  # the stop string that lmms-eval gives to tasks that name none
-_READERS = {
-    "image": ("image_processor",),
-    "video": ("video_processor",),
-    "audio": ("feature_extractor", "audio_processor"),
-}
 
 
 class OscarLMM(lmms):  # type: ignore[misc]
@@ -98,7 +87,7 @@ class OscarLMM(lmms):  # type: ignore[misc]
     def _answer(self, text: str, media: Any, options: dict[str, Any]) -> str:
         if options.get("do_sample") or options.get("temperature") or (options.get("num_beams") or 1) > 1:
             raise NotImplementedError("the task samples or searches with beams: answers are greedy")
-        content = [self._part(medium) for medium in _flat(media)]
+        content = [self._part(medium) for medium in flat(media)]
         made = prepare(self.processor, self.model.dtype, [*content, {"type": "text", "text": text}], answer=True)
         inputs = {name: x.to(self.model.device) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
         until = options.get("until") or []
@@ -118,8 +107,8 @@ class OscarLMM(lmms):  # type: ignore[misc]
 
     def _part(self, medium: Any) -> dict[str, Any]:
         """A part of a message, refused where the model has nothing to read it with."""
-        kind, source = _read(medium)
-        if not any(getattr(self.processor, reader, None) for reader in _READERS[kind]):
+        kind, source = read(medium)
+        if not any(getattr(self.processor, reader, None) for reader in READERS[kind]):
             raise NotImplementedError(f"the task has {kind}, which {type(self.processor).__name__} does not read")
         return {"type": kind, kind: source}
 
@@ -128,40 +117,3 @@ class OscarLMM(lmms):  # type: ignore[misc]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
         raise NotImplementedError("tasks of several rounds: only tasks that generate once are run")
-
-
-def _flat(media: Any) -> Iterable[Any]:
-    """The media of an item, which some tasks put into lists of lists."""
-    if not isinstance(media, list | tuple):
-        return [] if media is None else [media]
-    return [part for medium in media for part in _flat(medium)]
-
-
-def _read(medium: Any) -> tuple[str, Any]:
-    """The kind of a medium, and what transformers takes for it.
-
-    Args:
-        medium: An image, the path of a file, or a sound: samples (samples,) or (channels, samples) with their rate, or
-            the bytes or the path of a file.
-    """
-    if isinstance(medium, Image.Image):
-        return "image", medium
-    if isinstance(medium, str | Path):
-        kind = (mimetypes.guess_type(str(medium))[0] or "").split("/")[0]
-        if kind not in _READERS:
-            raise NotImplementedError(f"{medium} is neither an image nor a video nor a sound")
-        return kind, str(medium)
-    if isinstance(medium, Mapping) and ("array" in medium or medium.get("bytes") is not None):
-        return "audio", "data:;base64," + base64.b64encode(_sound(medium)).decode()
-    if isinstance(medium, Mapping) and medium.get("path") is not None:
-        return "audio", medium["path"]
-    raise NotImplementedError(f"the task has {type(medium).__name__}, which is neither an image, a video nor a sound")
-
-
-def _sound(medium: Mapping[str, Any]) -> bytes:
-    """A sound as a file; the processor resamples it."""
-    if "array" not in medium:
-        return bytes(medium["bytes"])
-    file = BytesIO()
-    soundfile.write(file, medium["array"].T, medium["sampling_rate"], format="WAV", subtype="FLOAT")
-    return file.getvalue()

@@ -5,76 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import redirect_stdout
 from typing import Any
 
-from datasets import Audio, Dataset
 from lmms_eval.evaluator import simple_evaluate
-from lmms_eval.tasks import TaskManager
-from loguru import logger
+from tenacity import RetryError
 
 from oscar_kv.tasks.media import OscarLMM
-from oscar_kv.tasks.presets import MEDIA_TASKS
+from oscar_kv.tasks.media_tasks import MediaTasks
 from oscar_kv.tasks.records import Run, Setting
 from oscar_kv.tasks.scores import Score
 
-OWN_TASKS = Path(__file__).parent / "mmau_pro"
-
 _FIELDS = ("score", "overall", "correct", "accuracy")  # where items of lmms-eval keep their number
 _COUNTED = 1000  # items of OCRBench: it reports right answers out of them, however many are asked
-
-
-class MediaTasks(TaskManager):  # type: ignore[misc]
-    """lmms-eval's tasks and MMAU-Pro, whose sounds stay files: datasets would need torchcodec and FFmpeg to decode
-    them, and the model's processor reads them anyway.
-
-    Args:
-        include_path: A folder with more tasks.
-        include_defaults: Whether lmms-eval's own are among them.
-    """
-
-    def __init__(self, include_path: Path | None = None, include_defaults: bool = True) -> None:
-        logger.disable("lmms_eval")
-        more = [] if include_path is None else [str(include_path)]
-        super().__init__(include_path=[*more, str(OWN_TASKS)], include_defaults=include_defaults)
-
-    def _get_config(self, name: str) -> dict[str, Any]:
-        config: dict[str, Any] = super()._get_config(name)
-        if "dataset_path" in config:
-            config["process_docs"] = _undecoded(config.get("process_docs"))
-        return config
-
-    def named(self, name: str) -> list[str]:
-        """The tasks that a benchmark, a task, a group or a tag stands for.
-
-        Raises:
-            ValueError: lmms-eval does not know it.
-        """
-        known = MEDIA_TASKS.get(name, name)
-        if known not in self.task_index:
-            raise ValueError(f"lmms-eval has no task {name}: choose {', '.join(MEDIA_TASKS)} or a name of its own")
-        found = self.task_index[known]
-        if found["type"] not in ("group", "tag"):
-            return [known]
-        members = found["task"] if found["task"] != -1 else self._get_config(known)["task"]
-        if inline := [member for member in members if not isinstance(member, str)]:
-            raise NotImplementedError(f"{name} changes its {len(inline)} tasks: name them one by one")
-        return list(dict.fromkeys(task for member in members for task in self.named(member)))
-
-
-def _undecoded(then: Callable[[Dataset], Dataset] | None) -> Callable[[Dataset], Dataset]:
-    """Leaves sounds as files, and goes on with what the task does to its items."""
-
-    def process(items: Dataset) -> Dataset:
-        for name, feature in items.features.items():
-            if isinstance(feature, Audio):
-                items = items.cast_column(name, Audio(decode=False))
-        return items if then is None else then(items)
-
-    return process
 
 
 def media_runner(tasks: MediaTasks, make: Callable[[str], OscarLMM], setting: Setting) -> Callable[[str, str], Run]:
@@ -87,17 +34,23 @@ def run_media(lm: OscarLMM, tasks: MediaTasks, task: str, setting: Setting, cach
 
     The task is loaded anew each time, since OCRBench goes on counting where its last run ended, and postprocessed by
     one thread, since MMAU guesses at random where an answer names no choice.
+
+    Raises:
+        OSError: The task's data cannot be loaded.
     """
-    with tempfile.TemporaryDirectory() as submissions:
-        found = simple_evaluate(
-            lm,
-            tasks=[task],
-            task_manager=tasks,
-            limit=setting.limit,
-            bootstrap_iters=0,
-            process_docs_parallel=1,
-            cli_args=Namespace(output_path=submissions, process_with_media=False),
-        )
+    with tempfile.TemporaryDirectory() as submissions, redirect_stdout(sys.stderr):
+        try:
+            found = simple_evaluate(
+                lm,
+                tasks=[task],
+                task_manager=tasks,
+                limit=setting.limit,
+                bootstrap_iters=0,
+                process_docs_parallel=1,
+                cli_args=Namespace(output_path=submissions, process_with_media=False),
+            )
+        except RetryError as error:
+            raise OSError(f"{task}: its data cannot be loaded ({error.last_attempt.exception()})") from error
     samples, reported = found["samples"][task], found["results"][task]
     filters = list(dict.fromkeys(key.partition(",")[2] for key in reported if "," in key))
     n = len(samples) // len(filters)  # filter by filter
@@ -122,13 +75,15 @@ def _item(sample: dict[str, Any]) -> str:
 def media_score(value: float, items: Sequence[Any]) -> Score:
     """The score that lmms-eval reports as ``value`` over ``items``: numbers, or dicts with a number.
 
-    It is a mean over items, a percentage of them, or OCRBench's count out of 1000; as what else, it has no error.
+    A mean over items, a percentage of them, and OCRBench's count out of 1000 are told by which comes out; anything else
+    has no error.
     """
     numbers = _numbers(items)
-    for scale in (1.0, 100.0, len(items) / _COUNTED) if numbers else ():
-        mean = scale * math.fsum(numbers) / len(numbers)
-        if math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-5):  # some round to 5 digits
-            return Score(mean, [scale * x for x in numbers], [1.0] * len(numbers), [0] * len(numbers))
+    if numbers:
+        mean = math.fsum(numbers) / len(numbers)
+        scale = min((1.0, 100.0, len(items) / _COUNTED), key=lambda scale: abs(scale * mean - value))
+        if math.isclose(scale * mean, value, rel_tol=1e-6, abs_tol=1e-5):  # some round to 5 digits
+            return Score(scale * mean, [scale * x for x in numbers], [1.0] * len(numbers), [0] * len(numbers))
     return Score(value, [math.nan] * len(items), [1.0] * len(items), [0] * len(items))
 
 
