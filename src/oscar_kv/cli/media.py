@@ -51,7 +51,7 @@ def media(
     What the file of --csv has already is not run again.
     """
     with errors_in_one_line():
-        for module in ("soundfile", "filelock._api", "lmms_eval.evaluator"):
+        for module in ("lmms_eval.evaluator", "filelock._api", "soundfile"):
             import_extra(module, "media")
         from oscar_kv.tasks.media import OscarLMM
         from oscar_kv.tasks.media_runs import media_runner
