@@ -4,6 +4,9 @@
 #include "encode.cuh"
 #include "start.cuh"
 
+// token_norms
+__device__ __forceinline__ void wait_for_norms(const Args&, int) { wait_for_launch(); }
+
 // Block `number` of those that a row packs.
 __device__ __forceinline__ Spot spot_of(const Args& a, int row, int number) {
     return {row, a.starts[row] + BLOCK_TOKENS * number, a.places[row] + number};
@@ -34,5 +37,5 @@ extern "C" __global__ void __launch_bounds__(256) token_norms(const __grid_const
     const int block = blockIdx.x / CTAS_PER_BLOCK, row = blockIdx.z;
     if (block >= a.counts[row]) return;
     const int first_token = blockIdx.x % CTAS_PER_BLOCK * NORM_TOKENS;
-    norms_of_tokens(a, spot_of(a, row, block), first_token, SCOPE ? blockIdx.y : 0, SCOPE ? 1 : a.heads);
+    norms_of_tokens<4>(a, spot_of(a, row, block), first_token, SCOPE ? blockIdx.y : 0, SCOPE ? 1 : a.heads);
 }

@@ -38,6 +38,9 @@ __device__ __forceinline__ void prepare_equalizer(float2* to, const float* equal
     }
 }
 
+// Whole warps wait until norms of a row are there, when keys are on their way: each source has its own way.
+__device__ __forceinline__ void wait_for_norms(const Args& a, int row);
+
 // Pack keys or values of one block and head.
 template <bool KEYS>
 __device__ __forceinline__ void encode_side(const Args& a, Spot spot, int head) {
@@ -79,7 +82,7 @@ __device__ __forceinline__ void encode_side(const Args& a, Spot spot, int head) 
             bool out = place == 0 && thread < a.num_sinks;
             float norm = 1.0f;
             if constexpr (KEYS && NORM != 0) {
-                wait_for_launch();  // token_norms
+                wait_for_norms(a, row);
                 const u16* from = a.norms + row * a.norm_row + place * a.norm_block + (SCOPE ? head * BLOCK_TOKENS : 0);
                 norm = bf16_to_float(from[norm_order(thread)]);
                 out |= !is_finite(norm);
@@ -132,7 +135,9 @@ __device__ __forceinline__ void encode_side(const Args& a, Spot spot, int head) 
     }
 }
 
-// Norms of the NORM_TOKENS tokens of a block from first_token on, over `heads` heads from first_head on.
+// Norms of the NORM_TOKENS tokens of a block from first_token on, over `heads` heads from first_head on, of which ABREAST
+// are read at a time.
+template <int ABREAST>
 __device__ __forceinline__ void norms_of_tokens(
     const Args& a, Spot spot, int first_token, int first_head, int heads) {
 #if NORM != 0
@@ -142,7 +147,7 @@ __device__ __forceinline__ void norms_of_tokens(
     for (int item = threadIdx.x; item < NORM_TOKENS * PARTS; item += blockDim.x) {
         const int part = item % PARTS;
         float sum = 0.0f;  // or maximum
-#pragma unroll 4
+#pragma unroll ABREAST
         for (int head = first_head; head < first_head + heads; head++) {
             float x[16];
             load_part<true>(x, keys + head * a.key_head + (i64)(item / PARTS) * a.key_token, part);
