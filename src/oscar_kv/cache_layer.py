@@ -12,9 +12,10 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAtte
 from oscar_kv import unpacked
 from oscar_kv.attention import KVView
 from oscar_kv.config import OscarConfig
-from oscar_kv.layer import LayerState, Recent
+from oscar_kv.layer import LayerState
 from oscar_kv.offload import Offload
 from oscar_kv.padding import Padding
+from oscar_kv.recent import Recent
 from oscar_kv.timeline import Timeline
 
 ATTENTION_NAME = "oscar"
