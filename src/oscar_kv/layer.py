@@ -7,13 +7,13 @@ import copy
 import torch
 from torch import Tensor
 
-from oscar_kv.attention import KVView
 from oscar_kv.codec import PackedBlocks, decode
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.offload import Offload
 from oscar_kv.recent import ROLLBACK_TOKENS, Recent, TailStore, take_tokens
 from oscar_kv.shared import SharedBlocks, take_rows
 from oscar_kv.timeline import Timeline
+from oscar_kv.view import KVView
 
 
 class LayerState(TailStore):
