@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from oscar_kv import unpacked
-from oscar_kv.attention import KVView
 from oscar_kv.config import OscarConfig
-from oscar_kv.layer import LayerState, Recent
+from oscar_kv.layer import LayerState
 from oscar_kv.offload import Offload
 from oscar_kv.padding import Padding
+from oscar_kv.recent import Recent
 from oscar_kv.timeline import Timeline
+from oscar_kv.view import KVView
 
 ATTENTION_NAME = "oscar"
 HANDOFF = "_oscar_layer"  # attribute of the returned keys by which the attention function finds the layer
@@ -130,11 +131,6 @@ class OscarLayer(CacheLayerMixin):
         """Whether a row has no packed block yet, and the equalizer wants to see its queries."""
         state = self.state
         return state is not None and state.query_power is not None and min(state.num_blocks) == 0
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether other caches, or rows, read some of the layer's packed blocks."""
-        return self.state is not None and self.state.first > 0
 
     def advance(self, columns: int) -> None:
         """Count what a replayed CUDA graph does on the device."""
