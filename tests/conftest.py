@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from oscar_kv.kernels import decode
+from oscar_kv.kernels import decode_launch
 
 # The same examples on every run, and no time limit for one: the machines that run the tests are shared.
 settings.register_profile("oscar", derandomize=True, deadline=None, max_examples=50)
@@ -22,7 +22,7 @@ collect_ignore = [] if find_spec("lm_eval") else ["test_tasks.py"]  # the GPU te
 @pytest.fixture
 def same_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode attention in one form: which one is fastest depends on a cache's room, and the order of sums on that."""
-    monkeypatch.setattr(decode, "_short", lambda *args: None)
+    monkeypatch.setattr(decode_launch, "short", lambda *args: None)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import oscar_kv
 from models import make_model
 from oscar_kv import DecodeGraph, OscarCache, OscarConfig
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
+from oscar_kv.kernels import compile
 
 LENGTHS = (250, 3, 121)
 STEPS = 300  # crosses two flush boundaries in each row, and rows cross them at different steps
@@ -97,6 +98,24 @@ def test_other_passes_may_come_between_and_rows_may_be_rearranged() -> None:
         eager = eager_steps(model, cache, turn[order], new[:, 170:])
         for i in range(30):
             torch.testing.assert_close(step(new[:, 170 + i : 171 + i]), eager[i], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@pytest.mark.parametrize("max_length", [400, 16384])  # which attention takes in different kernels
+def test_nothing_is_compiled_while_the_graph_is_captured(max_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "_kernels", {})
+    model = llama("cuda")
+    with oscar_kv.enable(model):
+        cache = OscarCache(model.config, max_length=max_length)
+        ids, _ = prompts("cuda")
+        run(model, cache, ids)
+        step = DecodeGraph(model, cache)
+        step(ids[:, :1])
+        known = set(compile._kernels)
+        step(ids[:, :1])
+    assert set(compile._kernels) == known != set()
+    assert step._graph is not None
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch
 
 from oscar_kv.config import OscarConfig
 from oscar_kv.kernels import compile as nvrtc
-from oscar_kv.kernels import decode, dequantize, encode
+from oscar_kv.kernels import decode, decode_launch, dequantize, encode
 from oscar_kv.kernels.resources import MODULES, resource_usage
 from oscar_kv.pack import RecordLayout
 
@@ -53,7 +53,8 @@ def test_every_kernel_compiles_without_spills(module: str, arch: str) -> None:
         usage = resource_usage(nvrtc._compile(source, defines, arch))
         assert main in (*usage, ""), title
         for name, one in usage.items():
-            assert one.local <= 32, f"{name}, {title}"  # registers saved around a call, but nothing of a loop
+            # registers saved around a call, nothing of a loop; encode is faster with one CTA more and some in memory
+            assert one.local <= (64 if source == "encode.cu" else 32), f"{name}, {title}"
             assert 0 < one.registers <= 255
 
 
@@ -95,8 +96,8 @@ def test_shared_memory_suffices_for_every_head_dimension(arch: str) -> None:
 
 def test_launches_are_those_that_were_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an H200, with 4 queries of a KV head: warps, CTAs of a cluster and of a multiprocessor."""
-    monkeypatch.setattr(decode, "_properties", lambda device: (132, 232448))
-    monkeypatch.setattr(decode, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(decode_launch, "properties", lambda device: (132, 232448))
+    monkeypatch.setattr(decode_launch, "architecture", lambda device: "sm_90a")
     fastest = {  # by (row, KV head) pairs and blocks of a row
         (8, 8): (8, 2, 2), (8, 16): (8, 4, 2), (8, 32): (8, 8, 2), (8, 128): (8, 8, 2),
         (8, 256): (16, 8, 1), (8, 512): None,
@@ -105,7 +106,7 @@ def test_launches_are_those_that_were_fastest(monkeypatch: pytest.MonkeyPatch) -
         (512, 128): None,
     }  # fmt: skip
     for (units, blocks), expected in fastest.items():
-        chosen = decode._short(LAYOUT, 4, units, blocks, torch.device("cpu"))
+        chosen = decode_launch.short(LAYOUT, 4, units, blocks, torch.device("cpu"))
         assert (chosen and (chosen.warps, chosen.cluster, chosen.ctas)) == expected, (units, blocks)
 
 

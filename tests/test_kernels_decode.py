@@ -13,7 +13,7 @@ from torch import Tensor
 from oscar_kv.attention import KVView, attend
 from oscar_kv.codec import PackedBlocks, encode
 from oscar_kv.config import OscarConfig
-from oscar_kv.kernels import decode
+from oscar_kv.kernels import decode_launch
 from oscar_kv.kernels.decode import decode_attention
 from oscar_kv.pack import RecordLayout
 from oscar_kv.shared import SharedBlocks
@@ -36,17 +36,18 @@ def rows_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     So a warp gets one item at most, or many, of several rows and heads.
     """
     cluster, ctas = request.param
-    shared = decode._properties(torch.device("cuda"))[1]
+    most_shared = decode_launch.properties(torch.device("cuda"))[1]
 
     def short(layout: RecordLayout, columns: int, units: int, blocks: int, *args: Any) -> Any:
-        warps = 2 if blocks < 2 * decode._BUSY_ITEMS else 12
-        return (
-            decode._Short(warps, cluster, 1, decode._short_bytes(layout, columns, warps, cluster)) if cluster else None
-        )
+        if not cluster:
+            return None
+        warps = 2 if blocks < 2 * decode_launch.BUSY_ITEMS else 12
+        shared = decode_launch.short_bytes(layout, columns, warps, cluster)
+        return decode_launch.Short(warps, cluster, 1, shared)
 
-    monkeypatch.setattr(decode, "_short", short)
+    monkeypatch.setattr(decode_launch, "short", short)
     if ctas:
-        monkeypatch.setattr(decode, "_properties", lambda device: (ctas, shared))
+        monkeypatch.setattr(decode_launch, "properties", lambda device: (ctas, most_shared))
 
 
 def case(

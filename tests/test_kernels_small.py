@@ -11,7 +11,7 @@ from torch import Tensor
 from oscar_kv.attention import KVView, attend
 from oscar_kv.codec import PackedBlocks, decode
 from oscar_kv.config import OscarConfig
-from oscar_kv.kernels import decode as decoding
+from oscar_kv.kernels import decode_launch as rule
 from oscar_kv.kernels.decode import decode_attention
 from oscar_kv.kernels.dequantize import dequantize_blocks
 from oscar_kv.kernels.encode import encode_blocks, start_rows
@@ -80,9 +80,9 @@ def test_a_step(cluster: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(layout: RecordLayout, columns: int, *args: Any) -> Any:
         if cluster is None:
             return None
-        return decoding._Short(2, cluster, 1, decoding._short_bytes(layout, columns, 2, cluster))
+        return rule.Short(2, cluster, 1, rule.short_bytes(layout, columns, 2, cluster))
 
-    monkeypatch.setattr(decoding, "_short", short)
+    monkeypatch.setattr(rule, "short", short)
     store = Store()
     for step in range(3):
         token = slice(400 + step, 401 + step)

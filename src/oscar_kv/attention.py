@@ -140,7 +140,7 @@ def _kernel_fits(query: Tensor, view: KVView) -> bool:
     """Whether the GPU kernel takes this; says once why not."""
     if not kernels.usable(query.device):
         return False
-    from oscar_kv.kernels.decode import MAX_COLUMNS, unsupported
+    from oscar_kv.kernels.decode_launch import MAX_COLUMNS, unsupported
 
     columns = query.shape[1] // view.recent[0].shape[1] * query.shape[2]
     reason = unsupported(view.layout, columns, query.shape[0], query.device)

@@ -131,11 +131,6 @@ class OscarLayer(CacheLayerMixin):
         state = self.state
         return state is not None and state.query_power is not None and min(state.num_blocks) == 0
 
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether other caches, or rows, read some of the layer's packed blocks."""
-        return self.state is not None and self.state.first > 0
-
     def advance(self, columns: int) -> None:
         """Count what a replayed CUDA graph does on the device."""
         if self.state is not None:

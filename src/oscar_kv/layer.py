@@ -15,7 +15,7 @@ from oscar_kv.blocks import BlockStore, grow
 from oscar_kv.codec import PackedBlocks, decode
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.kernels import tail as device_tail
-from oscar_kv.kernels.decode import unsupported
+from oscar_kv.kernels.decode_launch import unsupported
 from oscar_kv.kernels.tail import Counters
 from oscar_kv.observe import add_query_power
 from oscar_kv.offload import Offload

@@ -9,17 +9,16 @@ from transformers import PreTrainedModel
 from oscar_kv import kernels
 from oscar_kv.cache import OscarCache
 from oscar_kv.cache_layer import ATTENTION_NAME, OscarLayer
-from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 
 
 class DecodeGraph:
     """Decodes one token per row by replaying a CUDA graph: no kernel of the step waits for Python.
 
-    The graph is captured when each row has a packed block; steps before that are not replayed. It appends the new token
-    to each layer's tail, attends, and packs a block when one is complete; how long the rows are is read on the device,
-    so one graph serves the whole generation. Other passes through the same cache (a further turn's prompt, say) may
-    come between calls.
+    The graph is captured when each row has a packed block; steps before that are not replayed, and neither is the first
+    one, nor the first after rows were rearranged. It appends the new token to each layer's tail, attends, and packs a
+    block when one is complete; how long the rows are is read on the device, so one graph serves the whole generation.
+    Other passes through the same cache (a further turn's prompt, say) may come between calls.
 
     Args:
         model: Runs attention "oscar", see :func:`oscar_kv.enable`.
@@ -42,7 +41,7 @@ class DecodeGraph:
         _check(cache)
         device = cache.packed_layers[0].device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._epoch, self._warm = -1, -1  # of the cache at the capture, and at a step before it
+        self._epoch, self._warm = -1, -1  # of the cache at the capture, and at the step before it
         self._ids = torch.zeros(len(cache.timeline.lengths), 1, dtype=torch.long, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._logits: Tensor | None = None
@@ -75,8 +74,8 @@ class DecodeGraph:
         where = torch.tensor(lengths).unsqueeze(1) if position_ids is None else position_ids
         self._positions.copy_(where)
         layers, new = cache.packed_layers, cache.epoch not in (self._epoch, self._warm)
-        if any(layer.observes_queries or (new and layer.shares_blocks) for layer in layers):
-            # what the first block's queries are like is found out in Python; and what reads shared blocks is compiled
+        if new or any(layer.observes_queries for layer in layers):
+            # compiles what the step needs; and what the first block's queries are like is found out in Python
             self._warm = cache.epoch
             return self._forward(cache)
         cache.timeline.extend(cache.timeline.columns, len(lengths), 1, None)  # the layers find it done
@@ -91,20 +90,10 @@ class DecodeGraph:
         return self._logits
 
     def _capture(self) -> None:
-        self._warm_up()
         self._graph, self._epoch = torch.cuda.CUDAGraph(), self.cache.epoch
         device = self._ids.device
         with torch.cuda.device(device), torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
             self._logits = self._forward(self.cache)
-
-    def _warm_up(self) -> None:
-        """Compile and load what the step needs, with a cache of its own that is thrown away."""
-        other = OscarCache(self.model.config, self.cache.oscar_config, max_length=2 * BLOCK_TOKENS)
-        stream = torch.cuda.Stream(self._ids.device)
-        stream.wait_stream(torch.cuda.current_stream(self._ids.device))
-        with torch.cuda.stream(stream):
-            self._forward(other)
-        torch.cuda.current_stream(self._ids.device).wait_stream(stream)
 
     def _forward(self, cache: OscarCache) -> Tensor:
         kwargs = {CACHE_ARGUMENT: cache, "position_ids": self._positions, "use_cache": True}

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oscar_kv.kernels.compile import architecture, kernel, launch, most_cluster
+from oscar_kv.kernels import decode_launch as rule
+from oscar_kv.kernels.compile import kernel, launch, most_cluster
 from oscar_kv.kernels.encode import layout_key, layout_of, origin, record_defines
 from oscar_kv.pack import RecordLayout
 
-MAX_COLUMNS = 64  # queries times heads of a group; every 16 of them read the cache once more
-_SPARE = 1024  # bytes of shared memory that the driver takes from a CTA
-_BUSY_ITEMS, _IDLE_ITEMS = 32, 4  # that a warp takes at most in one launch, if the GPU is full or not
-_LARGE, _FEW_BLOCKS = 12_000, 8  # bytes of a record; blocks per warp
 _POINTERS, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -44,123 +40,6 @@ class Args(ctypes.Structure):
         ),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
-
-
-def unsupported(layout: RecordLayout, columns: int, batch: int, device: torch.device) -> str | None:
-    """Why the kernel cannot take these; ``columns`` is the number of queries times the heads of a group."""
-    if layout.dtype not in (torch.bfloat16, torch.float16):
-        return f"decode attention has no kernel for {layout.dtype}"
-    if 16 in (layout.config.key_bits, layout.config.value_bits):
-        return "decode attention has no kernel for sides of 16 bits"
-    if columns <= MAX_COLUMNS and _shape(layout, columns, batch, _properties(device)[1]) is None:
-        return f"a record of {layout.record_bytes} bytes does not fit the shared memory of {device}"
-    return None
-
-
-def query_bytes(layout: RecordLayout, columns: int) -> int:
-    """Rotated queries of a pass, and the factors that undo their scaling."""
-    return 2 * layout.key_dim * columns + 16
-
-
-def stage_bytes(layout: RecordLayout, extra: int) -> int:
-    """Shared memory of one warp: a record, its norms, ``extra`` bytes, and two barriers (16)."""
-    norms = 256 if layout.config.token_norm is not None else 0
-    return _aligned(layout.record_bytes + norms + extra) + 16
-
-
-def _aligned(size: int) -> int:
-    return (size + 127) // 128 * 128
-
-
-def _tiles(columns: int) -> tuple[int, int]:
-    """Column tiles of a pass, and columns in use per tile."""
-    return 1 if columns <= 8 else 2, 8 if columns > 4 else 4 if columns > 2 else columns
-
-
-def _most_warps(layout: RecordLayout, tiles: int) -> int:
-    """Warps of a multiprocessor that have registers for outputs and scores."""
-    registers = tiles * (layout.value_dim // 4 + 32)
-    return 16 if registers <= 72 else 8 if registers <= 150 else 4
-
-
-@cache
-def _shape(layout: RecordLayout, columns: int, batch: int, shared: int) -> tuple[int, int, int] | None:
-    """Column tiles of a pass, columns in use per tile, and warps per CTA; None where not even one warp fits."""
-    tiles, used = _tiles(columns)
-    fit = (shared - _SPARE - _row_bytes(batch)) // stage_bytes(layout, query_bytes(layout, tiles * used))
-    return (tiles, used, min(_most_warps(layout, tiles), fit)) if fit > 0 else None
-
-
-@dataclass(frozen=True)
-class _Short:
-    """Launch of csrc/decode_short.cu: warps of a CTA, CTAs of a cluster and of a multiprocessor, shared memory."""
-
-    warps: int
-    cluster: int
-    ctas: int
-    shared: int
-
-    @property
-    def flags(self) -> dict[str, int | str]:
-        return {"WARPS": self.warps, "CLUSTER": self.cluster, "CTAS": self.ctas}
-
-
-@cache
-def _short(layout: RecordLayout, columns: int, units: int, blocks: int, device: torch.device) -> _Short | None:
-    """How clusters attend to units of at most so many blocks; None where these are too many, or do not fit.
-
-    One cluster does all of a unit, so what a warp may get is bounded: lengths that differ are not evened out. The rule
-    is what was fastest on an H200 (benchmarks/kernels.md).
-    """
-    multiprocessors, shared = _properties(device)
-    most = _most_warps(layout, _tiles(columns)[0])  # of a multiprocessor
-    while most and _short_bytes(layout, columns, most, 1) + _SPARE > shared:
-        most -= 1
-    if most < 1:
-        return None
-    share = most // -(-units // multiprocessors)
-    warps, cluster = share if share >= 3 else min(most, 4), 1
-    if units <= multiprocessors:
-        while cluster < most_cluster(architecture(device)) and cluster * (most // 4) < blocks:
-            if 2 * cluster * units > multiprocessors * (1.0 if cluster == 1 else 0.75):
-                break
-            cluster *= 2
-        few = 4 if 2 * cluster * units > multiprocessors else 2  # blocks of a warp for which half the warps do
-        if few * cluster * (most // 2) >= blocks:
-            warps = max(1, most // 2)
-    while _short_bytes(layout, columns, warps, cluster) + _SPARE > shared:
-        warps -= 1
-    busy = units * cluster >= 0.6 * multiprocessors
-    items = blocks + layout.config.residual_length // 16
-    if items > (_BUSY_ITEMS if busy else _IDLE_ITEMS) * cluster * warps:
-        return None
-    needed = _short_bytes(layout, columns, warps, cluster)
-    return _Short(warps, cluster, max(1, min(most // warps, shared // (needed + _SPARE))), needed)
-
-
-def _short_bytes(layout: RecordLayout, columns: int, warps: int, cluster: int) -> int:
-    """Shared memory of a CTA: stages (partials in the end), queries, maxima and sums, and the cluster's part."""
-    tiles, used = _tiles(columns)
-    count, spans = tiles * used, -(-layout.value_dim // 128)
-    joint = cluster * -(-count // cluster) * 32 * (8 + 16 * spans) if cluster > 1 else 0
-    of_warp = max(stage_bytes(layout, 0), _aligned(4 * count * layout.value_dim) + 16) + 8 * count
-    return warps * of_warp + _aligned(query_bytes(layout, count)) + joint
-
-
-def _merge(columns: int, value_dim: int, multiprocessors: int) -> int:
-    """Warps that share the partials of a column: the fewer columns, the more partials has each."""
-    return 32 if columns <= multiprocessors and value_dim <= 256 else 8 if columns < 8 * multiprocessors else 1
-
-
-def _row_bytes(batch: int) -> int:
-    return 12 * batch + 4
-
-
-@cache
-def _properties(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a CTA may ask for."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 @cache
@@ -256,15 +135,14 @@ def _decode_attention(
     batch, q_heads, q_len, _ = query.shape
     heads = tail_keys.shape[1]
     columns = q_heads // heads * q_len
-    multiprocessors, shared = _properties(device)
-    shape = _shape(layout, columns, batch, shared)
+    multiprocessors, shared = rule.properties(device)
+    shape = rule.shape_of(layout, columns, batch, shared)
     if shape is None:
-        raise NotImplementedError(unsupported(layout, columns, batch, device))
+        raise NotImplementedError(rule.unsupported(layout, columns, batch, device))
     tiles, used, warps = shape
     passes = -(-columns // (8 * tiles))
     units, blocks = batch * heads * passes, first + (records if table is None else table).shape[1]
-    if layout.record_bytes > _LARGE and units * blocks < _FEW_BLOCKS * warps * multiprocessors:
-        warps = min(warps, 12)  # more would ask for too much at once
+    warps = rule.fewer_warps(layout, warps, units * blocks, multiprocessors)
     paged = table is not None
     out = query.new_empty(batch, q_len, q_heads, layout.value_dim)
     args = Args(
@@ -280,7 +158,7 @@ def _decode_attention(
     )  # fmt: skip
     has = {"softcap": softcap != 0.0, "equalized": equalizer is not None, "pieces": pieces is not None}
     flags = defines(layout, tiles=tiles, used=used, **has)
-    short = _short(layout, columns, units, blocks, device)
+    short = rule.short(layout, columns, units, blocks, device)
     if short is not None:
         code = kernel("decode_short.cu", "decode_short", {**flags, **short.flags}, device)
         grid, block = units * short.cluster, 32 * short.warps
@@ -288,18 +166,18 @@ def _decode_attention(
         return out
     slots = units + warps * multiprocessors
     tasks = units * tiles * used
-    merge = _merge(tasks, layout.value_dim, multiprocessors)
+    merge = rule.merge_warps(tasks, layout.value_dim, multiprocessors)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    rotated = scratch(units, query_bytes(layout, tiles * used), dtype=torch.uint8)
+    rotated = scratch(units, rule.query_bytes(layout, tiles * used), dtype=torch.uint8)
     part_o, part_ml = scratch(slots, tiles * used, layout.value_dim), scratch(slots, tiles * used, 2)
     args.rotated, args.part_o, args.part_ml = (x.data_ptr() for x in (rotated, part_o, part_ml))
-    stage = stage_bytes(layout, query_bytes(layout, tiles * used))
+    stage = rule.stage_bytes(layout, rule.query_bytes(layout, tiles * used))
     for name, grid, block, memory in (
         ("rotate_queries", units, 32, 0),
-        ("decode", multiprocessors, 32 * warps, warps * stage + _row_bytes(batch)),
+        ("decode", multiprocessors, 32 * warps, warps * stage + rule.row_bytes(batch)),
         ("combine", -(-tasks * merge // max(merge, 8)), 32 * max(merge, 8), 0),
     ):
         code = kernel("decode.cu", name, {**flags, "WARPS": warps, "MERGE": merge}, device)
@@ -335,11 +213,11 @@ def representative(arch: str) -> list[tuple[str, str, str, dict[str, int | str]]
     rows = []
     for title, config, dims, columns in variants:
         layout = RecordLayout(config, *dims, torch.bfloat16)
-        shape = _shape(layout, columns, 1, shared_limit(arch))
+        shape = rule.shape_of(layout, columns, 1, shared_limit(arch))
         if shape is not None:
             tiles, used, warps = shape
             flags = defines(layout, tiles=tiles, used=used, softcap=False, equalized=config.equalize > 0)
             rows.append((title, "decode.cu", "decode", {**flags, "WARPS": warps, "MERGE": 8}))
-            one = _Short(3, most_cluster(arch), _most_warps(layout, tiles) // 3, 0)
+            one = rule.Short(3, most_cluster(arch), rule.most_warps(layout, tiles) // 3, 0)
             rows.append((f"{title}, one launch", "decode_short.cu", "decode_short", {**flags, **one.flags}))
     return rows

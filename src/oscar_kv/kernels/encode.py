@@ -19,6 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METADATA = ("float16", "bfloat16", "float8_e4m3")
 NORMS = (None, "l2", "max", "mean_abs")
 _NORM_TOKENS, _NORM_THREADS = 32, 256  # of a token_norms CTA
+_MOST_CTAS = {128: 4, 256: 3, 512: 1}  # of a multiprocessor, by their threads: what was fastest on an H200
 _STATIC_SHARED = 12288  # bytes of shared memory that the kernels use besides, at the largest head dimension
 _SHARED_KIB = {"sm_80": 163, "sm_90a": 227, "sm_100a": 227, "sm_100": 227}  # what a CTA can have
 _SMALLEST_SHARED_KIB = 99  # of the other architectures
@@ -87,7 +88,7 @@ def defines(layout: RecordLayout, *, equalized: bool, arch: str) -> dict[str, in
     key_dim, value_dim = layout.key_dim, layout.value_dim
     keys, key_shared = _side("K", key_dim, config.key_bits, config.key_group, 8 * key_dim * equalized, limit)
     values, value_shared = _side("V", value_dim, config.value_bits, layout.value_group, 0, limit)
-    widest = max(key_dim, value_dim)
+    widest, shared = max(key_dim, value_dim), max(key_shared, value_shared)
     threads = 128 if widest <= 64 else 256 if widest <= 128 else 512
     return {
         **keys,
@@ -105,8 +106,8 @@ def defines(layout: RecordLayout, *, equalized: bool, arch: str) -> dict[str, in
         "INTZERO": int(config.zero_point == "int"),
         "EQUAL": int(equalized),
         "THREADS": threads,
-        "CTAS": 512 // threads,
-        "SHARED": max(key_shared, value_shared),
+        "CTAS": max(1, min(_MOST_CTAS[threads], (shared_limit(arch) + 1024) // (shared + 2048))),
+        "SHARED": shared,
         "RECORD": layout.record_bytes,
         **{name.upper(): offsets[name] for name in offsets if name != "key_codes"},
     }

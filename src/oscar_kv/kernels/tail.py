@@ -137,8 +137,8 @@ def _flush(
     flags = _defines(layout, device)
     rows, heads = tail_keys.shape[:2]
     grid = min(torch.cuda.get_device_properties(device).multi_processor_count, 2 * rows * heads)
-    threads, shared = int(flags["THREADS"]), int(flags["SHARED"])
-    launch(kernel("flush.cu", "flush", flags, device), grid, threads, shared, (bytes(args),), device, cooperative=True)
+    code, threads, shared = kernel("flush.cu", "flush", flags, device), int(flags["THREADS"]), int(flags["SHARED"])
+    launch(code, grid, threads, shared, (bytes(args),), device, cooperative=True, dependent=True)
 
 
 for _operator in (_append, _flush):

@@ -4,6 +4,9 @@
 #include "encode.cuh"
 #include "start.cuh"
 
+// token_norms
+__device__ __forceinline__ void wait_for_norms(const Args&, int) { wait_for_launch(); }
+
 // Block `number` of those that a row packs.
 __device__ __forceinline__ Spot spot_of(const Args& a, int row, int number) {
     return {row, a.starts[row] + BLOCK_TOKENS * number, a.places[row] + number};
@@ -27,12 +30,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) encode_blocks(const 
     wait_for_launch();  // what follows this kernel also follows token_norms
 }
 
-// Grid (4 * most blocks, 1 or heads, rows), 256 threads: 32 tokens a CTA, over all heads or for one.
+constexpr int NORM_TOKENS = 32;
+
+// Grid (4 * most blocks, 1 or heads, rows), 256 threads: NORM_TOKENS tokens a CTA, over all heads or for one.
 extern "C" __global__ void __launch_bounds__(256) token_norms(const __grid_constant__ Args a) {
     constexpr int CTAS_PER_BLOCK = BLOCK_TOKENS / NORM_TOKENS;
     allow_launch();
     const int block = blockIdx.x / CTAS_PER_BLOCK, row = blockIdx.z;
     if (block >= a.counts[row]) return;
     const int first_token = blockIdx.x % CTAS_PER_BLOCK * NORM_TOKENS;
-    norms_of_tokens(a, spot_of(a, row, block), first_token, SCOPE ? blockIdx.y : 0, SCOPE ? 1 : a.heads);
+    norms_of_tokens<NORM_TOKENS>(a, spot_of(a, row, block), first_token, SCOPE ? blockIdx.y : 0, SCOPE ? 1 : a.heads);
 }

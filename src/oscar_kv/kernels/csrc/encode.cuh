@@ -25,8 +25,6 @@
 #include "launch.cuh"
 #include "quantize.cuh"
 
-constexpr int NORM_TOKENS = 32;  // tokens of a token_norms CTA
-
 // Equalizer of one head, (KD): for tensor cores the terms of its reciprocals, or else numbers and reciprocals.
 __device__ __forceinline__ void prepare_equalizer(float2* to, const float* equalizer) {
     if constexpr (Side<true>::TENSOR) {
@@ -37,6 +35,9 @@ __device__ __forceinline__ void prepare_equalizer(float2* to, const float* equal
         for (int c = threadIdx.x; c < KD; c += THREADS) to[c] = make_float2(equalizer[c], 1.0f / equalizer[c]);
     }
 }
+
+// Whole warps wait until norms of a row are there, when keys are on their way: each source has its own way.
+__device__ __forceinline__ void wait_for_norms(const Args& a, int row);
 
 // Pack keys or values of one block and head.
 template <bool KEYS>
@@ -79,7 +80,7 @@ __device__ __forceinline__ void encode_side(const Args& a, Spot spot, int head) 
             bool out = place == 0 && thread < a.num_sinks;
             float norm = 1.0f;
             if constexpr (KEYS && NORM != 0) {
-                wait_for_launch();  // token_norms
+                wait_for_norms(a, row);
                 const u16* from = a.norms + row * a.norm_row + place * a.norm_block + (SCOPE ? head * BLOCK_TOKENS : 0);
                 norm = bf16_to_float(from[norm_order(thread)]);
                 out |= !is_finite(norm);
@@ -132,41 +133,45 @@ __device__ __forceinline__ void encode_side(const Args& a, Spot spot, int head) 
     }
 }
 
-// Norms of the NORM_TOKENS tokens of a block from first_token on, over `heads` heads from first_head on.
+// Norms of TOKENS tokens of a block from first_token on, over `heads` heads from first_head on. SHARE threads share the
+// heads of a token, in whole warps; the order of the sum does not depend on TOKENS.
+template <int TOKENS>
 __device__ __forceinline__ void norms_of_tokens(
     const Args& a, Spot spot, int first_token, int first_head, int heads) {
 #if NORM != 0
-    constexpr int PARTS = KD / 16;
-    __shared__ float partial[NORM_TOKENS * PARTS];
+    constexpr int PARTS = KD / 16, SHARE = SCOPE ? 1 : 4;
+    __shared__ float partial[SHARE * TOKENS * PARTS];
     const u8* keys = a.keys + spot.row * a.key_row + (i64)(spot.start + first_token) * a.key_token;
-    for (int item = threadIdx.x; item < NORM_TOKENS * PARTS; item += blockDim.x) {
-        const int part = item % PARTS;
+    for (int item = threadIdx.x; item < SHARE * TOKENS * PARTS; item += blockDim.x) {
+        const int part = item % PARTS, token = item / PARTS % TOKENS, share = item / PARTS / TOKENS;
         float sum = 0.0f;  // or maximum
-#pragma unroll 4
-        for (int head = first_head; head < first_head + heads; head++) {
+#pragma unroll 2
+        for (int i = share; i - share < heads; i += SHARE) {  // as often for all lanes
+            const int head = first_head + min(i, heads - 1);
             float x[16];
-            load_part<true>(x, keys + head * a.key_head + (i64)(item / PARTS) * a.key_token, part);
+            load_part<true>(x, keys + head * a.key_head + (i64)token * a.key_token, part);
             if constexpr (EQUAL) {
                 const float* e = a.equalizer + ((i64)spot.row * a.heads + head) * KD + first_channel<true>(part);
                 float divisor[16];
                 load_elements<DTYPE_F32>(divisor, reinterpret_cast<const u8*>(e));
                 load_elements<DTYPE_F32>(divisor + 8, reinterpret_cast<const u8*>(e + Side<true>::HADAMARD / 2));
 #pragma unroll
-                for (int i = 0; i < 16; i++)  // a sum of squares rounds more coarsely
-                    x[i] = NORM == 1 ? x[i] * coarse_reciprocal(divisor[i]) : x[i] / divisor[i];
+                for (int c = 0; c < 16; c++)  // a sum of squares rounds more coarsely
+                    x[c] = NORM == 1 ? x[c] * coarse_reciprocal(divisor[c]) : x[c] / divisor[c];
             }
             if constexpr (NORM != 1 && ROTK) rotate<true>(x, part);  // which keeps the l2 norm
 #pragma unroll
-            for (int i = 0; i < 16; i++)
-                sum = NORM == 1 ? fmaf(x[i], x[i], sum) : NORM == 2 ? max_nan(sum, fabsf(x[i])) : sum + fabsf(x[i]);
+            for (int c = 0; c < 16; c++)
+                if (i < heads)
+                    sum = NORM == 1 ? fmaf(x[c], x[c], sum) : NORM == 2 ? max_nan(sum, fabsf(x[c])) : sum + fabsf(x[c]);
         }
         partial[item] = sum;
     }
     __syncthreads();
-    if (threadIdx.x < NORM_TOKENS) {
+    if (threadIdx.x < TOKENS) {
         float sum = 0.0f;
-        for (int i = 0; i < PARTS; i++) {
-            float x = partial[threadIdx.x * PARTS + i];
+        for (int i = 0; i < SHARE * PARTS; i++) {
+            float x = partial[(i / PARTS * TOKENS + threadIdx.x) * PARTS + i % PARTS];
             sum = NORM == 2 ? max_nan(sum, x) : sum + x;
         }
         float norm = NORM == 2 ? sum : sum / (heads * KD);

@@ -41,13 +41,13 @@ __device__ __forceinline__ void announce(u32* counter) {
     }
 }
 
-// Wait until `target` has been counted, and see what was written before.
+// A warp waits until `target` has been counted, and sees what was written before.
 __device__ __forceinline__ void await(u32* counter, u32 target) {
-    if (threadIdx.x == 0) {
+    if (threadIdx.x % 32 == 0) {
         while (*reinterpret_cast<volatile u32*>(counter) < target) {}
         __threadfence();
     }
-    __syncthreads();
+    __syncwarp();
 }
 
 // All CTAs of a cooperative grid wait for each other, for the `times`-th time.
@@ -108,19 +108,24 @@ __device__ __forceinline__ void move_tail(const Args& a, int row, int head, int 
     }
 }
 
+constexpr int NORM_TOKENS = SCOPE ? 32 : 8, PARTS = BLOCK_TOKENS / NORM_TOKENS;  // of a CTA; CTAs of a block
+
+// CTAs that take the norms of a row.
+__device__ __forceinline__ int norm_tasks(const Args& a) { return NORM ? PARTS * (SCOPE ? a.heads : 1) : 0; }
+
+__device__ __forceinline__ void wait_for_norms(const Args& a, int row) { await(a.norms_done + row, norm_tasks(a)); }
+
 // Norms, then keys, then values of all that is due, dealt to the CTAs in turn: so keys wait for norms that others are at.
 __device__ __forceinline__ void pack(const Args& a, const Due& due) {
-    constexpr int PARTS = BLOCK_TOKENS / NORM_TOKENS;
-    const int groups = NORM ? PARTS * (SCOPE ? a.heads : 1) : 0, norms = due.count * groups, sides = due.count * a.heads;
+    const int groups = norm_tasks(a), norms = due.count * groups, sides = due.count * a.heads;
     for (int i = blockIdx.x; i < norms + 2 * sides; i += gridDim.x) {
         const bool is_norm = i < norms, is_key = !is_norm && i < norms + sides;
         const int per_row = is_norm ? groups : a.heads, task = is_norm ? i : (i - norms) % sides;
         const int which = task / per_row, part = task % per_row;
-        if (is_key && NORM) await(a.norms_done + due.rows[which], groups);
         for (int block = 0; block < due.blocks[which]; block++) {
             const Spot spot = due.spot(which, block);
             if (is_norm)
-                norms_of_tokens(a, spot, part % PARTS * NORM_TOKENS, part / PARTS, SCOPE ? 1 : a.heads);
+                norms_of_tokens<NORM_TOKENS>(a, spot, part % PARTS * NORM_TOKENS, part / PARTS, SCOPE ? 1 : a.heads);
             else if (is_key)
                 encode_side<true>(a, spot, part);
             else
@@ -135,6 +140,7 @@ __device__ __forceinline__ void pack(const Args& a, const Due& due) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flush(const __grid_constant__ Args a) {
     __shared__ Due due;
     u32 barriers = 0;
+    wait_for_launch();
     for (int first = 0; first < a.rows; first += ROWS) {
         find_due(a, first, due);
         if (due.count == 0) continue;

@@ -27,6 +27,7 @@ __device__ __forceinline__ void mma_model(float* c, const u32* a, u32 b0, u32 b1
 __device__ __forceinline__ uint4 lds128(u32 a) { uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a)); return v; }
 __device__ __forceinline__ uint2 lds64(u32 a) { uint2 v; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a)); return v; }
 __device__ __forceinline__ u32 lds32(u32 a) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a)); return v; }
+__device__ __forceinline__ void sts128(u32 a, uint4 v) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 template <bool TRANS>
 __device__ __forceinline__ void ldmatrix(u32* a, u32 addr) {
   if (TRANS) asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(addr));
@@ -62,6 +63,25 @@ __device__ __forceinline__ uint2 meta4(u32 a) {
 #endif
 }
 
+// N scales as fp16, where they and the N centers behind them were: the centers have been read. With fp16 they stay.
+template <int N>
+__device__ __forceinline__ void expand_scales(u32 a, int lane) {
+#if META != 0
+  constexpr int EIGHTS = N / 8, STEPS = (EIGHTS + 31) / 32;
+  uint2 lo[STEPS], hi[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    const u32 from = a + min(32 * i + lane, EIGHTS - 1) * 8 * MB;
+    lo[i] = meta4(from), hi[i] = meta4(from + 4 * MB);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i)
+    if (32 * i + lane < EIGHTS) sts128(a + (32 * i + lane) * 16, make_uint4(lo[i].x, lo[i].y, hi[i].x, hi[i].y));
+  __syncwarp();
+#endif
+}
+
 // ---- packed words -> A fragments ----
 // Words of one lane and channel tile that hold token tile p (and its neighbours in the same words)
 template <int BITS>
@@ -70,8 +90,8 @@ struct Words {
   uint2 x;  // 1-bit plane of 3-bit codes
   static constexpr int PER = BITS == 4 ? 4 : BITS == 8 ? 2 : 8;  // token tiles per word
   __device__ __forceinline__ void load(u32 base, int set, int tile, int tiles, int lane) {
-    w = lds128(base + ((set * tiles + tile) * 32 + lane) * 16);
-    if (BITS == 3) x = lds64(base + tiles * 512 + (tile * 32 + lane) * 8);
+    w = lds128(base + lane * 16 + (set * tiles + tile) * 512);
+    if (BITS == 3) x = lds64(base + lane * 8 + (2 * tiles + tile) * 256);
   }
   __device__ __forceinline__ void fragment(u32* a, int p) const {
     const u32 r[4] = {w.x, w.y, w.z, w.w};

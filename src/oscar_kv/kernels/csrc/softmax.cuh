@@ -2,9 +2,9 @@
 #pragma once
 #include "worklist.cuh"
 
+// B operand of a channel tile; columns that are not in use repeat those that are
 __device__ __forceinline__ uint2 query_fragment(u32 qs, int t, int ct, int lane) {
-  if (QCOLS == 8 || lane < 4 * QCOLS) return lds64(qs + ((t * KT + ct) * 4 * QCOLS + lane) * 8);
-  return make_uint2(0u, 0u);
+  return lds64(qs + (lane % (4 * QCOLS)) * 8 + (t * KT + ct) * 32 * QCOLS);
 }
 
 __device__ __forceinline__ float cap(const Args& a, float s) {
@@ -88,19 +88,21 @@ struct State {
 
 // Scores of a packed block, then probabilities as B operands of the value product
 __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32 ks, u32 qs, int lane, State& st, u32 (&pb)[NT][8][2]) {
+  asm volatile("" : "+r"(lane));  // addresses are worked out anew: registers are scarcer
   const int gid = lane >> 2, tid = lane & 3;
   float s[NT][8][4];
   {  // centers: rows of A are the groups' scales, then their centers, which lie one after the other
     float b[NT][4];
 #pragma unroll
     for (int t = 0; t < NT; ++t) b[t][0] = b[t][1] = b[t][2] = b[t][3] = 0.0f;
-#pragma unroll 4
+    const u32 rows = ks + K_SCALE + (min(gid, 2 * KG - 1) * KT * 4 + tid) * 4 * MB;
+#pragma unroll
     for (int ct = 0; ct < KT; ++ct) {
       u32 A[4] = {0u, 0u, 0u, 0u};
-      const uint2 lo = meta4(ks + K_SCALE + ((min(gid, 2 * KG - 1) * KT + ct) * 4 + tid) * 4 * MB);
+      const uint2 lo = meta4(rows + ct * 16 * MB);
       A[0] = lo.x, A[2] = lo.y;
       if (KG == 8) {
-        const uint2 hi = meta4(ks + K_SCALE + (((gid + 8) * KT + ct) * 4 + tid) * 4 * MB);
+        const uint2 hi = meta4(rows + (8 * KT + ct) * 16 * MB);
         A[1] = hi.x, A[3] = hi.y;
       }
 #pragma unroll
@@ -123,6 +125,7 @@ __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32
         }
       }
   }
+  expand_scales<KG * KD>(ks + K_SCALE, lane);
 #pragma unroll K_UNROLL
   for (int ct = 0; ct < KT; ++ct) {
     uint2 q[NT];
@@ -136,7 +139,7 @@ __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32
 #pragma unroll
       for (int p = set * Words<KBITS>::PER; p < (set + 1) * Words<KBITS>::PER; ++p) {
         if (p % (KGROUP / 16) == 0 || p == set * Words<KBITS>::PER) {
-          const uint2 sc = meta4(ks + K_SCALE + ((p / (KGROUP / 16) * KT + ct) * 4 + tid) * 4 * MB);
+          const uint2 sc = lds64(ks + K_SCALE + tid * 8 + (p / (KGROUP / 16) * KT + ct) * 32);
 #pragma unroll
           for (int t = 0; t < NT; ++t) b[t][0] = hmul2(q[t].x, sc.x), b[t][1] = hmul2(q[t].y, sc.y);
         }
@@ -218,15 +221,32 @@ __device__ __forceinline__ void packed_scores(const Args& a, const Item& it, u32
 __device__ __forceinline__ void packed_values(u32 vs, int lane, const u32 (&pb)[NT][8][2], State& st) {
   const int gid = lane >> 2, tid = lane & 3;
 #pragma unroll
+  for (int p = 0; p < 8; ++p) {
+    const u32 f = pack_f16(pow2(pexp(VBITS, p) - VE), pow2(pexp(VBITS, p) - VE));
+#pragma unroll
+    for (int zt = 0; zt < (2 * VG + 15) / 16; ++zt) {
+      u32 A[4] = {0u, 0u, 0u, 0u};
+      const uint2 lo = meta4(vs + V_SCALE + ((min(16 * zt + gid, 2 * VG - 1) * 8 + p) * 4 + tid) * 4 * MB);
+      A[0] = hmul2(lo.x, f), A[2] = hmul2(lo.y, f);
+      if (2 * VG > 16 * zt + 8) {
+        const uint2 hi = meta4(vs + V_SCALE + ((min(16 * zt + 8 + gid, 2 * VG - 1) * 8 + p) * 4 + tid) * 4 * MB);
+        A[1] = hmul2(hi.x, f), A[3] = hmul2(hi.y, f);
+      }
+#pragma unroll
+      for (int t = 0; t < NT; ++t) mma(st.z[t][zt], A, pb[t][p][0], pb[t][p][1]);
+    }
+  }
+  expand_scales<VG * 128>(vs + V_SCALE, lane);
+#pragma unroll
   for (int g = 0; g < VG; ++g) {
     u32 b[NT][8][2];
 #pragma unroll
     for (int p = 0; p < 8; ++p) {
-      const uint2 sc = meta4(vs + V_SCALE + ((g * 8 + p) * 4 + tid) * 4 * MB);
+      const uint2 sc = lds64(vs + V_SCALE + ((g * 8 + p) * 4 + tid) * 8);
 #pragma unroll
       for (int t = 0; t < NT; ++t) b[t][p][0] = hmul2(pb[t][p][0], sc.x), b[t][p][1] = hmul2(pb[t][p][1], sc.y);
     }
-    constexpr int ABREAST = VGROUP / 16 % 2 ? 1 : 2;  // channel tiles side by side: independent chains
+    constexpr int ABREAST = VGROUP / 16 % 4 == 0 ? 4 : VGROUP / 16 % 2 ? 1 : 2;  // channel tiles side by side: independent chains
 #pragma unroll
     for (int ct = g * (VGROUP / 16); ct < (g + 1) * (VGROUP / 16); ct += ABREAST)
 #pragma unroll
@@ -244,22 +264,6 @@ __device__ __forceinline__ void packed_values(u32 vs, int lane, const u32 (&pb)[
             for (int t = 0; t < NT; ++t) mma(st.o[t][ct + i], A, b[t][p][0], b[t][p][1]);
           }
       }
-  }
-#pragma unroll
-  for (int p = 0; p < 8; ++p) {
-    const u32 f = pack_f16(pow2(pexp(VBITS, p) - VE), pow2(pexp(VBITS, p) - VE));
-#pragma unroll
-    for (int zt = 0; zt < (2 * VG + 15) / 16; ++zt) {
-      u32 A[4] = {0u, 0u, 0u, 0u};
-      const uint2 lo = meta4(vs + V_SCALE + ((min(16 * zt + gid, 2 * VG - 1) * 8 + p) * 4 + tid) * 4 * MB);
-      A[0] = hmul2(lo.x, f), A[2] = hmul2(lo.y, f);
-      if (2 * VG > 16 * zt + 8) {
-        const uint2 hi = meta4(vs + V_SCALE + ((min(16 * zt + 8 + gid, 2 * VG - 1) * 8 + p) * 4 + tid) * 4 * MB);
-        A[1] = hmul2(hi.x, f), A[3] = hmul2(hi.y, f);
-      }
-#pragma unroll
-      for (int t = 0; t < NT; ++t) mma(st.z[t][zt], A, pb[t][p][0], pb[t][p][1]);
-    }
   }
 }
 
@@ -369,7 +373,7 @@ __device__ __forceinline__ void attend_item(
   else exact_scores(a, cur, ks, lane, st, pb);
   __syncwarp();
   if (more) {
-    if (!packed) fence_copies();
+    if (!packed || META != 0) fence_copies();
     fetch<true>(a, next, ks, bars, lane, qs, fresh);
   } else commit();
   wait(bars + 8, phase, packed);
@@ -379,7 +383,7 @@ __device__ __forceinline__ void attend_item(
   if (packed) phase ^= 1;
   else if (last) st.rotate_exact(lane);
   if (more) {
-    if (!packed) fence_copies();
+    if (!packed || META != 0) fence_copies();
     fetch<false>(a, next, vs, bars + 8, lane);
   }
 }
