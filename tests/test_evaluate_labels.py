@@ -32,10 +32,10 @@ def test_names_cover_no_points_lines_or_names():
 def test_a_name_is_to_the_right_where_there_is_room_and_else_to_the_left():
     lone, at_the_edge = (98.0, 98.0, 102.0, 102.0), (480.0, 298.0, 484.0, 302.0)
     right, left = place([lone, at_the_edge], [SIZE] * 2, BOUNDS)
-    assert right == (108.0, 95.5, 148.0, 104.5)
-    assert left == (434.0, 295.5, 474.0, 304.5)
+    assert right == (107.0, 95.5, 147.0, 104.5)
+    assert left == (435.0, 295.5, 475.0, 304.5)
 
 
 def test_a_name_without_room_is_still_there():
     point = (5.0, 5.0, 9.0, 9.0)
-    assert place([point], [SIZE], (0.0, 0.0, 20.0, 20.0)) == [(15.0, 2.5, 55.0, 11.5)]
+    assert place([point], [SIZE], (0.0, 0.0, 20.0, 20.0)) == [(14.0, 2.5, 54.0, 11.5)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
 
-_GAP = 6.0  # between a point and its name, in the unit of the boxes
+_GAP = 5.0  # between a point and its name, in the unit of the boxes
 _LINES = 40  # how far a name may go up or down
 
 

@@ -15,7 +15,7 @@ _AXES = {"packed_bits": "bits per packed number", "bits": "bits per cached numbe
 _NOISE = "unquantized"  # drawn as a line
 _SMALLEST = 1e-5  # nats; what is drawn of a KL of 0
 _MARKER, _FONT = 4.0, 7.0  # points
-_LETTER, _LINE = 0.62, 1.3  # mean width of a letter, and height of a line, in sizes of the font
+_LETTER, _LINE = 0.57, 1.3  # mean width of a letter, and height of a line, in sizes of the font
 
 _Mean = tuple[str, float, float, float, float]  # preset, bits, and KL with the ends of its interval
 
