@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from oscar_kv import attention
-from oscar_kv.attention import KVView, attend, is_hidden
+from oscar_kv import reference
+from oscar_kv.attention import attend
 from oscar_kv.codec import PackedBlocks, decode, encode
 from oscar_kv.config import OscarConfig
 from oscar_kv.pack import RecordLayout
+from oscar_kv.reference import is_hidden
 from oscar_kv.scale import channel_equalizer
+from oscar_kv.view import KVView
 
 # Scores and sums are fp32: a few hundred additions of numbers of size 1, weighted to 1 in the end
 TOLERANCE = 2e-5
@@ -319,16 +321,16 @@ def test_chunk_sizes_do_not_matter(
     case = _case([0, 5, 3, 8], [200, 640 + 9, 384 + 150, 1024 + 7], config=VARIANTS[variant], key_dim=32, value_dim=32)
     query = _random(4, 4, 7, 32, seed=99)
     whole = attend(query, case.view, scaling=0.2)
-    monkeypatch.setattr(attention, "_KEY_CHUNK", key_chunk)
-    monkeypatch.setattr(attention, "_QUERY_CHUNK", query_chunk)
+    monkeypatch.setattr(reference, "_KEY_CHUNK", key_chunk)
+    monkeypatch.setattr(reference, "_QUERY_CHUNK", query_chunk)
     chunked = attend(query, case.view, scaling=0.2)
     # the same sums in another order
     torch.testing.assert_close(chunked, whole, rtol=0, atol=TOLERANCE)
 
 
 def test_chunks_with_mask_columns_softcap_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_KEY_CHUNK", 128)
-    monkeypatch.setattr(attention, "_QUERY_CHUNK", 2)
+    monkeypatch.setattr(reference, "_KEY_CHUNK", 128)
+    monkeypatch.setattr(reference, "_QUERY_CHUNK", 2)
     lengths = [140, 384 + 140, 256 + 5]
     case = _case([0, 3, 2], lengths)
     own = [torch.arange(600 - n, 600) for n in lengths]

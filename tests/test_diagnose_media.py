@@ -5,89 +5,22 @@ import wave
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from transformers import (
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    Qwen2_5OmniConfig,
-    Qwen2_5OmniForConditionalGeneration,
-    Qwen2AudioProcessor,
-    WhisperFeatureExtractor,
-)
 from typer.testing import CliRunner
 
-from models import byte_tokenizer
 from oscar_kv.cli import app
-
-TEMPLATE = (
-    "{% for turn in messages %}{% for part in turn['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<PLACE>{% endif %}{% endfor %}{% endfor %}"
-)
-_DECODER = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.1,
-}  # fmt: skip
-
-
-def tokenizer_with(*special):
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
-    return tokenizer
+from saved_media import save_llava, save_omni
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
-    """64 tokens of an image of 112 x 112 pixels."""
-    path, tokenizer = tmp_path_factory.mktemp("llava"), tokenizer_with("<image>")
-    vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=112, patch_size=14
-    )
-    text = LlamaConfig(**_DECODER, vocab_size=len(tokenizer))
-    image_token = tokenizer.convert_tokens_to_ids("<image>")
-    torch.manual_seed(0)
-    LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=vision, text_config=text, image_token_index=image_token)
-    ).save_pretrained(path)
-    images = CLIPImageProcessor(size={"shortest_edge": 112}, crop_size={"height": 112, "width": 112})
-    LlavaProcessor(
-        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=TEMPLATE.replace("<PLACE>", "<image>"),
-    ).save_pretrained(path)  # fmt: skip
-    return path
+    """64 tokens of an image."""
+    return save_llava(tmp_path_factory.mktemp("llava"), 112)
 
 
 @pytest.fixture(scope="module")
 def omni(tmp_path_factory):
-    """A model that sees, hears and speaks, with a processor of sound alone: 50 tokens of two seconds."""
-    names = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|IMAGE|>", "<|VIDEO|>")
-    path, tokenizer = tmp_path_factory.mktemp("omni"), tokenizer_with(*names)
-    audio, start, end, image, video = (tokenizer.convert_tokens_to_ids(name) for name in names)
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    thinker = {
-        "text_config": {**_DECODER, "vocab_size": len(tokenizer), "rope_parameters": rope},
-        "vision_config": {
-            "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
-        },
-        "audio_config": {
-            "num_mel_bins": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "d_model": 32,
-            "output_dim": 64, "max_source_positions": 1500, "n_window": 50,
-        },
-        "audio_token_index": audio, "audio_start_token_id": start, "audio_end_token_id": end,
-        "image_token_index": image, "video_token_index": video, "vision_start_token_id": 1, "vision_end_token_id": 2,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    config = Qwen2_5OmniConfig(thinker_config=thinker, enable_audio_output=False)
-    Qwen2_5OmniForConditionalGeneration(config).save_pretrained(path)
-    torch.save({}, path / "spk_dict.pt")  # its voices
-    template = TEMPLATE.replace("<PLACE>", "".join((names[1], names[0], names[2])))
-    extractor = WhisperFeatureExtractor(feature_size=16)
-    Qwen2AudioProcessor(extractor, tokenizer, chat_template=template).save_pretrained(path)
-    return path
+    return save_omni(tmp_path_factory.mktemp("omni"))
 
 
 def invoke(*arguments, code=0):

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from oscar_kv.attention import KVView, attend
+from oscar_kv.attention import attend
 from oscar_kv.codec import PackedBlocks, encode
 from oscar_kv.config import OscarConfig
 from oscar_kv.kernels import decode_launch
 from oscar_kv.kernels.decode import decode_attention
 from oscar_kv.pack import RecordLayout
 from oscar_kv.shared import SharedBlocks
+from oscar_kv.view import KVView
 
 pytestmark = pytest.mark.gpu
 

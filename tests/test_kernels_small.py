@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oscar_kv.attention import KVView, attend
+from oscar_kv.attention import attend
 from oscar_kv.codec import PackedBlocks, decode
 from oscar_kv.config import OscarConfig
 from oscar_kv.kernels import decode_launch as rule
@@ -17,6 +17,7 @@ from oscar_kv.kernels.dequantize import dequantize_blocks
 from oscar_kv.kernels.encode import encode_blocks, start_rows
 from oscar_kv.kernels.tail import Counters, append, flush
 from oscar_kv.pack import RecordLayout
+from oscar_kv.view import KVView
 
 pytestmark = pytest.mark.gpu
 CONFIG = OscarConfig()

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from oscar_kv import blocks as blocks_module
-from oscar_kv import layer as layer_module
 from oscar_kv.attention import attend
 from oscar_kv.codec import PackedBlocks, decode, encode
 from oscar_kv.config import OscarConfig
 from oscar_kv.layer import LayerState
 from oscar_kv.prefix import layer_from, state_of
+from oscar_kv.recent import Recent
 from oscar_kv.scale import channel_equalizer
 from oscar_kv.timeline import Timeline
 
@@ -168,7 +168,7 @@ class Run:
     def dense(self) -> tuple[Tensor, Tensor]:
         layer = self.layer
         used = max(layer.tail_lengths)
-        tail = layer_module.Recent(layer.tail_keys[:, :, :used], layer.tail_values[:, :, :used], layer.tail_lengths, 0)
+        tail = Recent(layer.tail_keys[:, :, :used], layer.tail_values[:, :, :used], layer.tail_lengths, 0)
         return layer.dense(tail)
 
 

@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 import models
 from oscar_kv import prefill
-from oscar_kv.attention import KVView, attend
+from oscar_kv.attention import attend
 from oscar_kv.codec import PackedBlocks
 from oscar_kv.config import OscarConfig
 from oscar_kv.pack import RecordLayout
 from oscar_kv.prefill import prefill_attention, range_blocks
+from oscar_kv.view import KVView
 from test_attention import Case, _case, _naive, _random
 
 TOLERANCE = 2e-5  # fp32 sums of a few hundred numbers of size 1

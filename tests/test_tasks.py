@@ -20,11 +20,12 @@ from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.cli import app
 from oscar_kv.evaluate import REFERENCE, compare
 from oscar_kv.loading import DEMO_MODEL, load
+from oscar_kv.tasks.compare import compare as compare_caches
+from oscar_kv.tasks.compare import estimates
 from oscar_kv.tasks.model import OscarLM
 from oscar_kv.tasks.presets import TASK_SETS, TaskSet, task_set
 from oscar_kv.tasks.records import Records, Run, Setting
-from oscar_kv.tasks.runs import compare as compare_caches
-from oscar_kv.tasks.runs import estimates, load_tasks, run
+from oscar_kv.tasks.runs import load_tasks, run, runner
 from oscar_kv.tasks.scores import RESAMPLES, Score, by_length, estimate, score
 
 ROOT = Path(__file__).parents[1]
@@ -173,7 +174,7 @@ def test_the_sets_are_tasks_of_lm_eval():
     assert task_set("hellaswag", known).tasks == ("hellaswag",)
     with pytest.raises(ValueError, match="no task hellaswags"):
         task_set("hellaswags", known)
-    with pytest.raises(NotImplementedError, match="lmms-eval"):
+    with pytest.raises(NotImplementedError, match="oscar-kv eval media"):
         task_set("ocrbench", known)
 
 
@@ -263,7 +264,8 @@ def compared(lm, manager, tasks, records, setting, caches=(REFERENCE, "default")
     ran = []
     loaded = load_tasks(manager, TaskSet("pair", tasks))
     found = compare_caches(
-        "pair", loaded, caches, lm, setting, records, force, lambda *names: ran.append(names)
+        "pair", list(loaded), caches, runner(loaded, lm, setting), setting, records, force,
+        lambda *names: ran.append(names),
     )  # fmt: skip
     return {(result.task, result.cache): result for result in found}, ran
 

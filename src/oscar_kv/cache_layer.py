@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from oscar_kv import unpacked
-from oscar_kv.attention import KVView
 from oscar_kv.config import OscarConfig
-from oscar_kv.layer import LayerState, Recent
+from oscar_kv.layer import LayerState
 from oscar_kv.offload import Offload
 from oscar_kv.padding import Padding
+from oscar_kv.recent import Recent
 from oscar_kv.timeline import Timeline
+from oscar_kv.view import KVView
 
 ATTENTION_NAME = "oscar"
 HANDOFF = "_oscar_layer"  # attribute of the returned keys by which the attention function finds the layer

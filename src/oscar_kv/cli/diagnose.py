@@ -14,9 +14,9 @@ from oscar_kv.cli.shared import TextOption, errors_in_one_line, progress_bar, te
 from oscar_kv.diagnose import Report
 from oscar_kv.diagnose import diagnose as run
 from oscar_kv.diagnose.capture import packed_layers
-from oscar_kv.diagnose.media import is_text_model, load_multimodal, message
 from oscar_kv.extras import import_extra
 from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, first_tokens, load
+from oscar_kv.multimodal import is_text_model, load_multimodal, message
 
 _FILE = {"exists": True, "dir_okay": False}
 

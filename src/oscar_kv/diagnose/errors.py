@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oscar_kv.attention import is_hidden
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.diagnose.capture import LayerStates
 from oscar_kv.diagnose.statistics import in_groups
+from oscar_kv.reference import is_hidden
 
 _QUERIES, _FEWEST = 128, 32  # queries per layer whose attention is compared
 _SCORES = 2**26  # as many scores are held at a time, which leaves fewer queries to a long text

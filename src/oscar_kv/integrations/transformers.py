@@ -14,13 +14,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from oscar_kv.attention import KVView, attend, new_tokens
+from oscar_kv.attention import attend, new_tokens
 from oscar_kv.cache import OscarCache
 from oscar_kv.cache_layer import ATTENTION_NAME, HANDOFF, SHARED, OscarLayer
 from oscar_kv.config import OscarConfig
 from oscar_kv.integrations.fold import FoldedValues
 from oscar_kv.integrations.switch import set_attention
 from oscar_kv.pack import RecordLayout
+from oscar_kv.view import KVView
 
 # ``cache`` since transformers 5.24, ``past_key_values`` before
 CACHE_ARGUMENT = (

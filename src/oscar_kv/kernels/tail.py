@@ -1,6 +1,6 @@
 """The 16-bit tail on the device: appending tokens and packing full blocks without the host knowing any length.
 
-What :meth:`oscar_kv.layer.LayerState.append` and ``commit`` do, so that a decode step can be a CUDA graph:
+What :meth:`oscar_kv.recent.TailStore.append` and ``commit`` do, so that a decode step can be a CUDA graph:
 
     append(...)    # the tail holds the new tokens, which its lengths do not count yet: attention may run
     flush(...)     # packs what is complete, moves the rest to the front, counts

@@ -15,15 +15,9 @@ from transformers import PreTrainedModel
 from oscar_kv.cache import OscarCache
 from oscar_kv.cache_layer import ATTENTION_NAME
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
-from oscar_kv.evaluate import PRESETS, REFERENCE
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT, Enabled, enable
+from oscar_kv.tasks.caches import cache_config
 from oscar_kv.tasks.presets import Truncate
-
-CACHES: dict[str, OscarConfig | None] = {
-    REFERENCE: None,  # transformers' own
-    "unquantized": OscarConfig(key_bits=16, value_bits=16),
-    **PRESETS,
-}
 
 
 @register_model("oscar")
@@ -60,12 +54,10 @@ class OscarLM(HFLM):  # type: ignore[misc]
         truncate: Truncate = "left",
         **kwargs: Any,
     ) -> None:
-        if isinstance(cache, str) and cache not in CACHES:
-            raise ValueError(f"no cache {cache}: choose from {', '.join(CACHES)}")
+        self.oscar_config = cache_config(cache)
         if truncate not in ("left", "middle"):
             raise ValueError(f"truncate must be left or middle, not {truncate!r}")
         super().__init__(pretrained, **kwargs)
-        self.oscar_config = CACHES[cache] if isinstance(cache, str) else cache
         self.oscar_attention, self.truncate = attention, truncate
         with self._enabled():  # an unsupported model is refused before any data is loaded
             pass

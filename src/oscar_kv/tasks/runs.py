@@ -1,9 +1,8 @@
-"""Tasks run by lm-eval with several caches, on the same items."""
+"""Tasks run by lm-eval."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -11,30 +10,12 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from transformers import set_seed
 
-from oscar_kv.evaluate import REFERENCE
 from oscar_kv.tasks.model import OscarLM
 from oscar_kv.tasks.presets import TaskSet
-from oscar_kv.tasks.records import Records, Run, Setting
-from oscar_kv.tasks.scores import Estimate, Score, by_length, estimate, score
+from oscar_kv.tasks.records import Run, Setting
+from oscar_kv.tasks.scores import Score, by_length, score
 
 _SEED = 1234
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a task, or a set of tasks on average, gave with one cache.
-
-    Args:
-        task: Its name, or the set's.
-        cache: Name of the cache.
-        estimates: By metric.
-        new: Whether anything was run for it.
-    """
-
-    task: str
-    cache: str
-    estimates: dict[str, Estimate]
-    new: bool
 
 
 def load_tasks(manager: TaskManager, tasks: TaskSet) -> dict[str, Task]:
@@ -44,49 +25,9 @@ def load_tasks(manager: TaskManager, tasks: TaskSet) -> dict[str, Task]:
     return loaded
 
 
-def compare(
-    name: str,
-    loaded: Mapping[str, Task],
-    caches: Sequence[str],
-    make: Callable[[str], OscarLM],
-    setting: Setting,
-    records: Records,
-    force: bool = False,
-    announce: Callable[[str, str], None] = lambda task, cache: None,
-) -> Iterator[Result]:
-    """Run tasks with every cache, and give each result when it is there; averages come last.
-
-    Args:
-        name: Of the average, if there are several tasks.
-        loaded: Tasks by name.
-        caches: Their names, the 16-bit cache first.
-        make: Gives the model with a cache.
-        setting: What the model is, and how it is asked.
-        records: Runs done before, which are not repeated; new ones are added.
-        force: Repeat them all the same.
-        announce: Called with task and cache before each run.
-    """
-    runs: dict[str, list[Run]] = {cache: [] for cache in caches}
-    new = dict.fromkeys(caches, False)
-    for task_name, task in loaded.items():
-        for cache in caches:
-            known = None if force else records.get(setting, task_name, cache)
-            made = known
-            if made is None:
-                announce(task_name, cache)
-                made = run(make(cache), task, setting, cache)
-                records.add(made)
-            runs[cache].append(made)
-            new[cache] |= known is None
-            yield Result(task_name, cache, estimates([made], _references(records, [made])), known is None)
-    if len(loaded) > 1:
-        for cache in caches:
-            yield Result(name, cache, estimates(runs[cache], _references(records, runs[cache])), new[cache])
-
-
-def _references(records: Records, runs: Sequence[Run]) -> list[Run | None]:
-    """The runs with the 16-bit cache that these are to be compared with."""
-    return [None if run.cache == REFERENCE else records.get(run.setting, run.task, REFERENCE) for run in runs]
+def runner(loaded: Mapping[str, Task], make: Callable[[str], OscarLM], setting: Setting) -> Callable[[str, str], Run]:
+    """Runs a task with a cache, both by name; ``make`` gives the model with a cache."""
+    return lambda task, cache: run(make(cache), loaded[task], setting, cache)
 
 
 def run(lm: OscarLM, task: Task, setting: Setting, cache: str) -> Run:
@@ -125,27 +66,3 @@ def _scores(samples: list[dict[str, Any]], reported: dict[str, Any]) -> dict[str
             if metric == "score" and all("length" in s["doc"] for s in own):  # LongBench
                 scores["score_by_length"] = by_length(made, [s["doc"]["length"] for s in own])
     return scores
-
-
-def estimates(runs: Sequence[Run], references: Sequence[Run | None]) -> dict[str, Estimate]:
-    """What some tasks gave with one cache, on average, and how it differs from the 16-bit cache.
-
-    Args:
-        runs: One of each task.
-        references: The same with the 16-bit cache; without all of them there are no differences.
-
-    Returns:
-        By metric that all tasks have.
-
-    Raises:
-        ValueError: A task was run on other items with the 16-bit cache.
-    """
-    others = [reference for reference in references if reference is not None]
-    complete = len(others) == len(runs)
-    if complete and any(run.items != other.items for run, other in zip(runs, others, strict=True)):
-        raise ValueError(f"{runs[0].task}: the 16-bit cache was scored on other items; run it again with --force")
-    metrics = [name for name in runs[0].scores if all(name in run.scores for run in runs)]
-    return {
-        name: estimate([run.scores[name] for run in runs], [x.scores[name] for x in others] if complete else None)
-        for name in metrics
-    }

@@ -61,11 +61,37 @@ def message(
         ImportError: A package that the processor needs is missing.
     """
     ids = first_tokens(processor.tokenizer, text, tokens)
-    content: list[dict[str, Any]] = [
-        *({"type": "image", "path": str(path)} for path in images),
-        *({"type": "audio", "path": str(path)} for path in sounds),
-        {"type": "text", "text": processor.tokenizer.decode(ids[0], skip_special_tokens=True)},
-    ]
-    turns: list[dict[str, Any]] = [{"role": "user", "content": content}]
-    inputs: Any = processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
+    return prepare(
+        processor,
+        dtype,
+        [
+            *({"type": "image", "path": str(path)} for path in images),
+            *({"type": "audio", "path": str(path)} for path in sounds),
+            {"type": "text", "text": processor.tokenizer.decode(ids[0], skip_special_tokens=True)},
+        ],
+    )
+
+
+def prepare(
+    processor: ProcessorMixin, dtype: Any, content: Sequence[dict[str, Any]], answer: bool = False
+) -> dict[str, Any]:
+    """One message of a user, in the processor's chat template.
+
+    Args:
+        processor: The model's; it reads the files.
+        dtype: The model's, for pixels and sound.
+        content: Images, sounds, videos and texts, in transformers' format of messages.
+        answer: Whether the model is to answer; else the message stays open.
+
+    Returns:
+        Arguments of the model's forward.
+
+    Raises:
+        ValueError: The processor has no chat template.
+        ImportError: A package that the processor needs is missing.
+    """
+    turns: list[dict[str, Any]] = [{"role": "user", "content": list(content)}]
+    inputs: Any = processor.apply_chat_template(
+        turns, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=answer
+    )
     return dict(inputs.to(dtype))
