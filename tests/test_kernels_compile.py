@@ -16,7 +16,7 @@ import torch
 
 from oscar_kv.config import OscarConfig
 from oscar_kv.kernels import compile as nvrtc
-from oscar_kv.kernels import decode, decode_launch, dequantize, encode
+from oscar_kv.kernels import decode, decode_launch, dequantize, encode, records
 from oscar_kv.kernels.resources import MODULES, resource_usage
 from oscar_kv.pack import RecordLayout
 
@@ -272,4 +272,4 @@ def test_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layouts_survive_the_trip_through_a_string() -> None:
     for config, key_dim, value_dim, dtype in ODD.values():
         layout = RecordLayout(config, key_dim, value_dim, dtype)
-        assert encode.layout_of(encode.layout_key(layout)) == layout
+        assert records.layout_of(records.layout_key(layout)) == layout

@@ -294,7 +294,7 @@ def test_a_cuda_graph_follows_growing_lengths() -> None:
 def test_the_operator_is_registered_well() -> None:
     c = case(blocks=(2, 1), tails=(3, 4))
     layout = c["layout"]
-    from oscar_kv.kernels.encode import layout_key
+    from oscar_kv.kernels.records import layout_key
 
     arguments = (
         c["query"], c["packed"].records, c["packed"].norms, None, c["blocks"].int(), c["tails"].int(), c["equalizer"],

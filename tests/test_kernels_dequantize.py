@@ -12,7 +12,7 @@ from oscar_kv.codec import PackedBlocks, encode
 from oscar_kv.codec import dequantize_blocks as reference
 from oscar_kv.config import OscarConfig
 from oscar_kv.kernels.dequantize import _dequantize_blocks, dequantize_blocks
-from oscar_kv.kernels.encode import layout_key
+from oscar_kv.kernels.records import layout_key
 from oscar_kv.pack import RecordLayout
 
 DEFAULT = OscarConfig()

@@ -12,7 +12,8 @@ from torch import Tensor
 from oscar_kv import codec
 from oscar_kv.codec import PackedBlocks, dequantize_blocks
 from oscar_kv.config import OscarConfig
-from oscar_kv.kernels.encode import _encode_blocks, encode, encode_blocks, layout_key, start_rows
+from oscar_kv.kernels.encode import _encode_blocks, encode, encode_blocks, start_rows
+from oscar_kv.kernels.records import layout_key
 from oscar_kv.kernels.tail import Counters, append, flush
 from oscar_kv.layer import LayerState
 from oscar_kv.pack import RecordLayout, from_bytes, unpack_codes

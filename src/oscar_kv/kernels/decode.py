@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oscar_kv.kernels import decode_launch as rule
 from oscar_kv.kernels.compile import kernel, launch, most_cluster
-from oscar_kv.kernels.encode import layout_key, layout_of, origin, record_defines
+from oscar_kv.kernels.records import layout_key, layout_of, origin, record_defines, shared_limit
 from oscar_kv.pack import RecordLayout
 
 _POINTERS, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -199,7 +199,6 @@ def _address(x: Tensor | None) -> int:
 def representative(arch: str) -> list[tuple[str, str, str, dict[str, int | str]]]:
     """(title, source, kernel that uses dynamic shared memory, definitions) for the table of resources."""
     from oscar_kv.config import OscarConfig
-    from oscar_kv.kernels.encode import shared_limit
 
     variants = (
         ("default", OscarConfig(), (128, 128), 4),

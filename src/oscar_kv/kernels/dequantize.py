@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.kernels.compile import kernel, launch
-from oscar_kv.kernels.encode import DTYPES, check_norms, layout_key, layout_of, record_defines
+from oscar_kv.kernels.records import DTYPES, check_norms, layout_key, layout_of, record_defines
 from oscar_kv.pack import RecordLayout
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import struct
-from dataclasses import asdict
 from functools import cache
 
 import torch
@@ -13,16 +11,13 @@ from torch import Tensor
 
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.kernels.compile import architecture, kernel, launch
+from oscar_kv.kernels.records import DTYPES, METADATA, aligned, check_norms, layout_key, layout_of, origin, shared_limit
 from oscar_kv.pack import RecordLayout
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-METADATA = ("float16", "bfloat16", "float8_e4m3")
 NORMS = (None, "l2", "max", "mean_abs")
 _NORM_TOKENS, _NORM_THREADS = 32, 256  # of a token_norms CTA
 _MOST_CTAS = {128: 4, 256: 3, 512: 1}  # of a multiprocessor, by their threads: what was fastest on an H200
 _STATIC_SHARED = 12288  # bytes of shared memory that the kernels use besides, at the largest head dimension
-_SHARED_KIB = {"sm_80": 163, "sm_90a": 227, "sm_100a": 227, "sm_100": 227}  # what a CTA can have
-_SMALLEST_SHARED_KIB = 99  # of the other architectures
 
 
 class Args(ctypes.Structure):
@@ -44,39 +39,6 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tail_keys", "tail_values", "lengths", "totals", "num_blocks")),
         *((name, ctypes.c_void_p) for name in ("blocks_before", "arrived", "norms_done")),
     )
-
-
-def layout_key(layout: RecordLayout) -> str:
-    """The layout as a string, since custom ops take plain values only."""
-    dtype = str(layout.dtype).removeprefix("torch.")
-    return json.dumps([asdict(layout.config), layout.key_dim, layout.value_dim, dtype])
-
-
-@cache
-def layout_of(key: str) -> RecordLayout:
-    """Inverse of :func:`layout_key`."""
-    config, key_dim, value_dim, dtype = json.loads(key)
-    return RecordLayout(OscarConfig(**config), key_dim, value_dim, getattr(torch, dtype))
-
-
-def record_defines(layout: RecordLayout) -> dict[str, int | str]:
-    """Preprocessor definitions that say what a record holds, for the kernels that read it."""
-    config = layout.config
-    return {
-        "KD": layout.key_dim,
-        "VD": layout.value_dim,
-        "KBITS": config.key_bits,
-        "VBITS": config.value_bits,
-        "KGROUP": config.key_group,
-        "VGROUP": layout.value_group,
-        "META": METADATA.index(config.metadata),
-        "NORM": layout.norm_heads(2),  # 0 none, 1 shared by the heads, 2 one per head
-    }
-
-
-def shared_limit(arch: str) -> int:
-    """Bytes of shared memory that a CTA can have."""
-    return _SHARED_KIB.get(arch, _SMALLEST_SHARED_KIB) * 1024
 
 
 @cache
@@ -150,11 +112,6 @@ def destination(records: Tensor, norms: Tensor | None, first: int) -> dict[str, 
     return places
 
 
-def origin(x: Tensor | None, first: int) -> int:
-    """The address that block 0 would have in x (rows, blocks, ...) which holds blocks from ``first`` on; 0 for None."""
-    return 0 if x is None else x.data_ptr() - first * x.stride(1) * x.itemsize
-
-
 def encode_blocks(
     keys: Tensor,
     values: Tensor,
@@ -182,12 +139,6 @@ def encode_blocks(
     """
     check_norms(layout, norms)
     _encode_blocks(keys, values, equalizer, plan, records, norms, layout_key(layout), num_sinks, first)
-
-
-def check_norms(layout: RecordLayout, norms: Tensor | None) -> None:
-    """Raise ValueError where norms are missing or unused."""
-    if (norms is None) != (layout.norm_heads(1) == 0):
-        raise ValueError("norms are needed where keys are scaled by token, and only there")
 
 
 @torch.library.custom_op("oscar_kv::encode_blocks", mutates_args=("records", "norms"))
@@ -271,13 +222,6 @@ def _start_rows(
 
 for _operator in (_encode_blocks, _start_rows):
     _operator.register_fake(lambda *args: None)  # they write, and return nothing
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x, copied if its tokens are not contiguous runs of 16-byte pieces."""
-    steps = (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:-1]))
-    fits = x.stride(-1) == 1 and all(step % 16 == 0 for step in steps)
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def byte_strides(keys: Tensor, values: Tensor) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from oscar_kv.kernels.compile import architecture, kernel, launch
-from oscar_kv.kernels.encode import aligned, arguments, check_norms, defines, destination, layout_key, layout_of
+from oscar_kv.kernels.encode import arguments, defines, destination
+from oscar_kv.kernels.records import aligned, check_norms, layout_key, layout_of
 from oscar_kv.pack import RecordLayout
 
 _COUNTERS = ("lengths", "totals", "num_blocks", "blocks_before", "arrived", "norms_done")  # fields of the kernels
