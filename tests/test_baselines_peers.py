@@ -36,6 +36,37 @@ def test_bytes_and_tokens(backend, bits):
     assert torch.equal(out[:, :193], exact[:, :193])  # the first token comes from the exact prompt
 
 
+def token_errors(peer, scale):
+    """Relative errors of keys, some of which are larger: of each token (1, heads, n), and of each channel (.., 64)."""
+    pytest.importorskip(BACKENDS[peer.backend])
+    keys, values = torch.randn(2, 1, 2, 384, 64, generator=torch.Generator().manual_seed(0))
+    keys = keys * scale
+    layer = make_cache(peer, make_model("llama").config).layers[0]
+    for part in (slice(0, 128), slice(128, 256), slice(256, 384)):
+        layer.update(keys[:, :, part], values[:, :, part])
+    found, _ = layer.update(keys[:, :, :1], values[:, :, :1])
+    return [(found[:, :, :384] - keys).norm(dim=dim) / keys.norm(dim=dim) for dim in (3, 2)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_large_token_disturbs_no_other_token(backend):
+    scale = torch.ones(384, 1)
+    scale[5] = 1000.0
+    by_token, _ = token_errors(Peer(backend=backend), scale)
+    assert by_token.max() < 0.75  # 1: nothing is left of it
+
+
+def test_keys_per_channel_keep_a_large_channel_from_the_others():
+    scale = torch.ones(64)
+    scale[7] = 1000.0
+    _, by_channel = token_errors(Peer(backend="quanto", keys_per_channel=True), scale)
+    assert by_channel.max() < 0.75
+    _, by_channel = token_errors(Peer(backend="quanto"), scale)
+    assert by_channel.median() > 0.9
+    with pytest.raises(ValueError, match="only quanto"):
+        Peer(backend="hqq", keys_per_channel=True)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_missing_backend_names_the_extra(backend, monkeypatch):
     monkeypatch.setitem(sys.modules, BACKENDS[backend], None)

@@ -27,8 +27,8 @@ from oscar_kv.evaluate import (
     estimate,
     pool,
 )
-from oscar_kv.evaluate.figures import pareto_front, pareto_png
 from oscar_kv.evaluate.methods import family
+from oscar_kv.evaluate.pareto import pareto_front, pareto_png
 from oscar_kv.evaluate.report import write_report
 
 N = 600

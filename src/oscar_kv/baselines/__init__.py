@@ -49,6 +49,7 @@ METHODS: Mapping[str, AnyMethod] = {
     "turboquant-plus": TurboQuant(outlier_bits=3, budget=3.0, block=BLOCK_TOKENS),
     "turboquant-plus-published": TurboQuant(outlier_bits=3),
     "quanto-2": Peer(backend="quanto"),
+    "quanto-2-channels": Peer(backend="quanto", keys_per_channel=True),
     "quanto-4": Peer(backend="quanto", bits=4),
     "hqq-2": Peer(backend="hqq"),
     "hqq-4": Peer(backend="hqq", bits=4),

@@ -13,6 +13,8 @@ from transformers import PreTrainedConfig, QuantizedCache
 from oscar_kv.extras import import_extra
 
 _MODULES = {"quanto": "optimum.quanto", "hqq": "hqq.core.quantize"}
+_ROWS = {"quanto": 0, "hqq": 1}  # the axis that makes groups of consecutive numbers
+_COLUMNS = {"quanto": -1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,26 +22,32 @@ class Peer:
     """``transformers.QuantizedCache``: keys and values in groups, the newest tokens in 16 bit.
 
     It packs the whole prompt at once, and packs what was packed before anew whenever the 16-bit tokens are as many as
-    ``residual_length``. Which numbers share a group is the backend's own choice (``axis_key``, ``axis_value`` 0).
+    ``residual_length``. Groups are of consecutive numbers, so of one token and head where ``group`` divides the head
+    dimension: the axes that transformers' documentation advises. Scales and zeros are in the model's dtype.
 
     Args:
         backend: "quanto" or "hqq"; each is a package of its own.
         bits: Bits per code.
         group: Numbers in a group.
         residual_length: Tokens in 16 bit.
+        keys_per_channel: Groups of the keys are of consecutive tokens of one channel instead, as KIVI's. Only quanto
+            can, and only as long as the tokens of all heads and rows that it packs are a multiple of ``group``.
 
     Raises:
-        ValueError: Another backend or number of bits.
+        ValueError: Another backend or number of bits, or keys per channel with hqq.
     """
 
     backend: Literal["quanto", "hqq"]
     bits: Literal[2, 4] = 2
     group: int = 64
     residual_length: int = 128
+    keys_per_channel: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in _MODULES or self.bits not in (2, 4):
             raise ValueError(f"backend must be {' or '.join(_MODULES)}, and bits 2 or 4: {self}")
+        if self.keys_per_channel and self.backend not in _COLUMNS:
+            raise ValueError(f"only {', '.join(_COLUMNS)} has keys per channel: {self}")
 
     def make_cache(self, config: PreTrainedConfig) -> MeasuredQuantizedCache:
         """An empty cache.
@@ -50,7 +58,13 @@ class Peer:
         """
         import_extra(_MODULES[self.backend], "peers")
         return MeasuredQuantizedCache(
-            self.backend, config, nbits=self.bits, q_group_size=self.group, residual_length=self.residual_length
+            self.backend,
+            config,
+            nbits=self.bits,
+            axis_key=(_COLUMNS if self.keys_per_channel else _ROWS)[self.backend],
+            axis_value=_ROWS[self.backend],
+            q_group_size=self.group,
+            residual_length=self.residual_length,
         )
 
 

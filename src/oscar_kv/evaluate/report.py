@@ -10,7 +10,8 @@ from itertools import groupby
 from pathlib import Path
 
 from oscar_kv.evaluate.compare import REFERENCE
-from oscar_kv.evaluate.figures import OURS, Panel, estimate, forest_png, pareto_png, ratio_png
+from oscar_kv.evaluate.figures import OURS, Panel, estimate, forest_png, ratio_png
+from oscar_kv.evaluate.pareto import pareto_png
 from oscar_kv.evaluate.recall import ALL_DEPTHS
 from oscar_kv.evaluate.study import Row
 from oscar_kv.extras import import_extra
