@@ -23,10 +23,12 @@
 
 // First launch, one warp per (row, head, pass).
 extern "C" __global__ void __launch_bounds__(32) rotate_queries(const __grid_constant__ Args a) {
-  const int pairs = a.heads * a.passes;
+  const int pairs = a.heads * a.passes, row = blockIdx.x / pairs, pair = blockIdx.x % pairs;
   allow_launch();
+  Equalizer equalizer;
+  equalizer.load(a, row, pair, threadIdx.x);
   wait_for_launch();
-  rotate_queries_of(a, blockIdx.x / pairs, blockIdx.x % pairs, a.rotated + (long)blockIdx.x * Q_BYTES, threadIdx.x);
+  rotate_queries_of(a, row, pair, equalizer, a.rotated + (long)blockIdx.x * Q_BYTES, threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode(const __grid_constant__ Args a) {

@@ -40,6 +40,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode_short(cons
   cur.load_pair(a);
   // packed keys and values are on their way while new tokens are still being stored and queries rotated
   const bool ahead = PTX_90 && cur.packed(), some = cur.index < cur.n;
+  Equalizer equalizer;
+  if (warp == WARPS - 1) equalizer.load(a, row, cur.pair, lane);
   if (!ahead) wait_for_launch();
   if (some) {
     fetch<true>(a, cur, ks, bars, lane);
@@ -47,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode_short(cons
   }
   if (ahead) wait_for_launch();
   allow_launch();
-  if (warp == WARPS - 1) rotate_queries_of(a, row, cur.pair, queries, lane);
+  if (warp == WARPS - 1) rotate_queries_of(a, row, cur.pair, equalizer, queries, lane);
   __syncthreads();
   State st;
   st.clear();

@@ -12,40 +12,40 @@
 extern "C" __global__ void __launch_bounds__(THREADS) append(const __grid_constant__ Args a) {
     allow_launch();
     wait_for_launch();
-    const int token = blockIdx.x, row = blockIdx.y, place = a.lengths[row] + token;
-    if (token == 0 && threadIdx.x == 0) {
-        a.totals[row] = a.lengths[row] + a.tokens;
-        a.blocks_before[row] = a.num_blocks[row];
-        a.norms_done[row] = 0;
-        if (row == 0) *a.arrived = 0;
-    }
-    if (place >= a.capacity) return;
+    const int token = blockIdx.x, row = blockIdx.y, length = a.lengths[row], place = length + token;
     for (int i = threadIdx.x; i < a.heads * PIECES; i += THREADS) {
         const int head = i / PIECES, piece = i % PIECES, other = piece - KEY_PIECES;
         const i64 slot = ((i64)row * a.heads + head) * a.capacity + place;
         const u8* key = a.keys + row * a.key_row + head * a.key_head + (i64)token * a.key_token;
         const u8* value = a.values + row * a.value_row + head * a.value_head + (i64)token * a.value_token;
-        if (piece < KEY_PIECES)
-            copy_piece(a.tail_keys + (slot * KEY_PIECES + piece) * 16, key + piece * 16);
-        else
-            copy_piece(a.tail_values + (slot * VALUE_PIECES + other) * 16, value + other * 16);
+        const bool is_key = piece < KEY_PIECES;
+        const uint4 numbers = load_piece(is_key ? key + piece * 16 : value + other * 16);  // while the length is on its way
+        if (place >= a.capacity) continue;
+        store_piece(
+            is_key ? a.tail_keys + (slot * KEY_PIECES + piece) * 16 : a.tail_values + (slot * VALUE_PIECES + other) * 16,
+            numbers);
+    }
+    if (token == 0 && threadIdx.x == 0) {
+        a.totals[row] = length + a.tokens;
+        a.blocks_before[row] = a.num_blocks[row];
+        a.norms_done[row] = 0;
+        if (row == 0) *a.arrived = 0;
     }
 }
 
 // All threads of this CTA have written what CTAs count with `counter`.
 __device__ __forceinline__ void announce(u32* counter) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(counter, 1);
-    }
+    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 // A warp waits until `target` has been counted, and sees what was written before.
-__device__ __forceinline__ void await(u32* counter, u32 target) {
+__device__ __forceinline__ void await(const u32* counter, u32 target) {
     if (threadIdx.x % 32 == 0) {
-        while (*reinterpret_cast<volatile u32*>(counter) < target) {}
-        __threadfence();
+        u32 count;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+        } while (count < target);
     }
     __syncwarp();
 }

@@ -2,10 +2,31 @@
 #pragma once
 #include "worklist.cuh"
 
+// What a lane's channels 16 ct + 8 r1 + 2 tid + h of a query are multiplied by. It is loaded as early as packed keys are:
+// who has packed blocks has had it since the first, and who has none does not need it.
+struct Equalizer {
+#if EQUAL
+  float2 e[KT][2];
+#endif
+  __device__ __forceinline__ void load(const Args& a, int row, int pair, int lane) {
+#if EQUAL
+    const float* from = a.equalizer + (long)(row * a.heads + pair / a.passes) * KD + 2 * (lane & 3);
+#pragma unroll
+    for (int i = 0; i < 2 * KT; ++i) e[i >> 1][i & 1] = *(const float2*)(from + 8 * i);
+#endif
+  }
+  __device__ __forceinline__ void apply(float (&x)[KT][2][2]) const {
+#if EQUAL
+#pragma unroll
+    for (int i = 0; i < 2 * KT; ++i) x[i >> 1][i & 1][0] *= e[i >> 1][i & 1].x, x[i >> 1][i & 1][1] *= e[i >> 1][i & 1].y;
+#endif
+  }
+};
+
 // Equalized, rotated queries as B operands (fp16, scaled by a power of two), and for each column tile the factor that
 // undoes it, times the softmax scale (base 2). A warp does it; lane (gid, tid) holds channels 16 ct + 8 r1 + 2 tid + h
 // of column gid. `out` (Q_BYTES) may be in global or shared memory.
-__device__ __forceinline__ void rotate_queries_of(const Args& a, int row, int pair, char* out, int lane) {
+__device__ __forceinline__ void rotate_queries_of(const Args& a, int row, int pair, const Equalizer& equalizer, char* out, int lane) {
   const int gid = lane >> 2, tid = lane & 3;
 #pragma unroll
   for (int t = 0; t < NT; ++t) {
@@ -19,12 +40,8 @@ __device__ __forceinline__ void rotate_queries_of(const Args& a, int row, int pa
         const u32 w = q ? *(const u32*)(q + c) : 0u;
         x[ct][r][0] = model_to_f32((u16)w);
         x[ct][r][1] = model_to_f32((u16)(w >> 16));
-#if EQUAL
-        const float2 e = *(const float2*)(a.equalizer + (long)(row * a.heads + pair / a.passes) * KD + c);
-        x[ct][r][0] *= e.x;
-        x[ct][r][1] *= e.y;
-#endif
       }
+    equalizer.apply(x);
 #if ROTK
     constexpr int BLOCK = KD & -KD;
 #pragma unroll

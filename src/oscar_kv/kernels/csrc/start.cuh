@@ -7,9 +7,9 @@ constexpr int PIECES = KEY_PIECES + VALUE_PIECES;
 constexpr float MIN_RANGE = 1.0f / 1024;  // smallest relative range that equalization amplifies
 constexpr float MIN_QUERY = 1.0f / 32;    // and smallest relative size of queries that it makes up for
 
-__device__ __forceinline__ void copy_piece(u8* to, const u8* from) {
-    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-}
+__device__ __forceinline__ uint4 load_piece(const u8* from) { return *reinterpret_cast<const uint4*>(from); }
+__device__ __forceinline__ void store_piece(u8* to, uint4 piece) { *reinterpret_cast<uint4*>(to) = piece; }
+__device__ __forceinline__ void copy_piece(u8* to, const u8* from) { store_piece(to, load_piece(from)); }
 
 __device__ __forceinline__ float number(const u8* from, int i) {
     if constexpr (DTYPE == DTYPE_F32) return reinterpret_cast<const float*>(from)[i];
