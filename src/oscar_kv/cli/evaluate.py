@@ -11,7 +11,15 @@ from rich.table import Table
 
 import oscar_kv
 from oscar_kv import results
-from oscar_kv.cli.shared import TextOption, errors_in_one_line, known_methods, progress_bar, remaining, text_of
+from oscar_kv.cli.shared import (
+    DtypeOption,
+    TextOption,
+    errors_in_one_line,
+    known_methods,
+    progress_bar,
+    remaining,
+    text_of,
+)
 from oscar_kv.evaluate import DEFAULT_METHODS, METHODS, Study
 from oscar_kv.evaluate.report import write_report
 from oscar_kv.loading import CALIBRATION_TOKENS, DEMO_MODEL, DEMO_TITLE, calibration_text, first_tokens, load, prose
@@ -35,9 +43,7 @@ def fidelity(
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=300, help="Length of each text.")] = 2048,
-    dtype: Annotated[
-        str, typer.Option(help="The model's dtype: auto (its own), bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: DtypeOption = "auto",
     against: Annotated[str | None, typer.Option(help="Also give each KL as a ratio to this method's.")] = None,
     csv: Annotated[
         Path | None, typer.Option(help="Append the rows to this file; those it has are not done again.")

@@ -12,7 +12,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 import oscar_kv
 from oscar_kv.cache import OscarCache
 from oscar_kv.cache_layer import ATTENTION_NAME
-from oscar_kv.cli.shared import ModelOption, Preset, PresetOption, errors_in_one_line
+from oscar_kv.cli.shared import AttentionOption, ModelOption, Preset, PresetOption, errors_in_one_line
 from oscar_kv.evaluate import PRESETS
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 from oscar_kv.loading import load
@@ -27,9 +27,7 @@ def generate(
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the model's chat template (default: if it has one).")
     ] = None,
-    attention: Annotated[
-        str, typer.Option(help="oscar reads the packed bytes; sdpa, eager, ... a dequantized copy.")
-    ] = ATTENTION_NAME,
+    attention: AttentionOption = ATTENTION_NAME,
 ) -> None:
     """Generate greedily from a prompt with a packed cache, and say how much memory the cache takes."""
     if (prompt is None) == (prompt_file is None):

@@ -4,14 +4,14 @@ one."""
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from oscar_kv.cache_layer import ATTENTION_NAME
-from oscar_kv.cli.shared import errors_in_one_line
+from oscar_kv.cli.shared import AttentionOption, DtypeOption, errors_in_one_line
+from oscar_kv.cli.task_options import CacheOption, CsvOption, FolderOption, ForceOption, LimitOption
 from oscar_kv.cli.task_rows import ITEMS, check_file, report
 from oscar_kv.extras import import_extra
 from oscar_kv.multimodal import load_multimodal
@@ -27,24 +27,13 @@ def media(
         list[str],
         typer.Option(help=f"{', '.join(MEDIA_TASKS)}, or a task, group or tag of lmms-eval; may be repeated."),
     ],
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(help="16-bit, default, quality, four-bit, paper or unquantized; may be repeated."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first items of each task.")] = None,
-    csv: Annotated[
-        Path | None, typer.Option(help=f"Append the rows to this file, and the items to one beside it ({ITEMS}).")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Run again what that file has.")] = False,
-    include_path: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="A folder with task files of your own.")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="The model's dtype: auto (its own), bfloat16, float16 or float32.")
-    ] = "auto",
-    attention: Annotated[
-        str, typer.Option(help="oscar reads the packed bytes; sdpa, eager, ... a dequantized copy.")
-    ] = ATTENTION_NAME,
+    cache: CacheOption = None,
+    limit: LimitOption = None,
+    csv: CsvOption = None,
+    force: ForceOption = False,
+    include_path: FolderOption = None,
+    dtype: DtypeOption = "auto",
+    attention: AttentionOption = ATTENTION_NAME,
 ) -> None:
     """Score tasks with images or sound with each cache, and the difference from the 16-bit cache on the same items.
 

@@ -12,7 +12,15 @@ from rich.table import Table
 
 import oscar_kv
 from oscar_kv import results
-from oscar_kv.cli.shared import TextOption, errors_in_one_line, known_methods, progress_bar, remaining, text_of
+from oscar_kv.cli.shared import (
+    DtypeOption,
+    TextOption,
+    errors_in_one_line,
+    known_methods,
+    progress_bar,
+    remaining,
+    text_of,
+)
 from oscar_kv.evaluate import METHODS, REFERENCE, GenerationStudy, RecallStudy
 from oscar_kv.evaluate.paired import PairedStudy
 from oscar_kv.evaluate.recall import ALL_DEPTHS
@@ -29,7 +37,6 @@ MethodsOption = Annotated[
     ),
 ]
 BatchOption = Annotated[int, typer.Option(min=1, help="Texts that are run together.")]
-DtypeOption = Annotated[str, typer.Option(help="The model's dtype: auto (its own), bfloat16, float16 or float32.")]
 CsvOption = Annotated[Path | None, typer.Option(help="Append the rows to this file; those it has are not done again.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Do again what the file has.")]
 

@@ -26,6 +26,10 @@ class Preset(StrEnum):
 
 
 ModelOption = Annotated[str, typer.Option(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')]
+DtypeOption = Annotated[str, typer.Option(help="The model's dtype: auto (its own), bfloat16, float16 or float32.")]
+AttentionOption = Annotated[
+    str, typer.Option(help="oscar reads the packed bytes; sdpa, eager, ... a dequantized copy.")
+]
 PresetOption = Annotated[Preset, typer.Option(help="What to quantize and how.")]
 TextOption = Annotated[
     Path | None,

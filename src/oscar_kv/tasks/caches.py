@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+
+from transformers import PreTrainedModel
 
 from oscar_kv.config import OscarConfig
 from oscar_kv.evaluate import PRESETS, REFERENCE
+from oscar_kv.integrations.transformers import Enabled, enable
 
 CACHES: dict[str, OscarConfig | None] = {
     REFERENCE: None,  # transformers' own
@@ -25,6 +29,15 @@ def cache_config(cache: str | OscarConfig) -> OscarConfig | None:
     if cache not in CACHES:
         raise ValueError(f"no cache {cache}: choose from {', '.join(CACHES)}")
     return CACHES[cache]
+
+
+def enabled(model: PreTrainedModel, config: OscarConfig | None, attention: str) -> Enabled | nullcontext[None]:
+    """A context in which ``model.generate`` uses such a cache; for None, transformers' own.
+
+    Raises:
+        NotImplementedError: The model is not supported.
+    """
+    return nullcontext() if config is None else enable(model, config, attention=attention)
 
 
 def chosen(caches: Sequence[str] | None) -> list[str]:

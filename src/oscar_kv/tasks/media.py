@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from transformers import PreTrainedModel, ProcessorMixin, StoppingCriteriaList, 
 
 from oscar_kv.cache_layer import ATTENTION_NAME
 from oscar_kv.config import OscarConfig
-from oscar_kv.integrations.transformers import Enabled, enable
 from oscar_kv.multimodal import load_multimodal, prepare
-from oscar_kv.tasks.caches import cache_config
+from oscar_kv.tasks.caches import cache_config, enabled
 from oscar_kv.tasks.media_parts import READERS, flat, read
 
 _NEW_TOKENS = 1024  # of an answer, where the task sets no limit
@@ -56,7 +55,7 @@ class OscarLMM(lmms):  # type: ignore[misc]
         device: str | None = None,
     ) -> None:
         super().__init__()
-        self.oscar_config, self.oscar_attention = cache_config(cache), attention
+        self.oscar_config = cache_config(cache)
         if int(batch_size) != 1:
             raise NotImplementedError(f"batch_size {batch_size}: items with images or sound are run one by one")
         if isinstance(pretrained, str):
@@ -67,13 +66,9 @@ class OscarLMM(lmms):  # type: ignore[misc]
             self.model, self.processor = pretrained, processor
         if device is not None:
             self.model.to(device)  # type: ignore[arg-type]
+        self._enabled = partial(enabled, self.model, self.oscar_config, attention)
         with self._enabled():  # an unsupported model is refused before any data is loaded
             pass
-
-    def _enabled(self) -> Enabled | nullcontext[None]:
-        if self.oscar_config is None:
-            return nullcontext()
-        return enable(self.model, self.oscar_config, attention=self.oscar_attention)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """The answers, by request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from oscar_kv.cache import OscarCache
 from oscar_kv.cache_layer import ATTENTION_NAME
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
-from oscar_kv.integrations.transformers import CACHE_ARGUMENT, Enabled, enable
-from oscar_kv.tasks.caches import cache_config
+from oscar_kv.integrations.transformers import CACHE_ARGUMENT
+from oscar_kv.tasks.caches import cache_config, enabled
 from oscar_kv.tasks.presets import Truncate
 
 
@@ -59,13 +59,9 @@ class OscarLM(HFLM):  # type: ignore[misc]
             raise ValueError(f"truncate must be left or middle, not {truncate!r}")
         super().__init__(pretrained, **kwargs)
         self.oscar_attention, self.truncate = attention, truncate
+        self._enabled = partial(enabled, self.model, self.oscar_config, attention)
         with self._enabled():  # an unsupported model is refused before any data is loaded
             pass
-
-    def _enabled(self) -> Enabled | nullcontext[None]:
-        if self.oscar_config is None:
-            return nullcontext()
-        return enable(self.model, self.oscar_config, attention=self.oscar_attention)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Logits (batch, tokens, vocabulary) of token ids (batch, tokens), padded on the right.
