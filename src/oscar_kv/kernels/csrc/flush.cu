@@ -19,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const __grid_consta
         const u8* key = a.keys + row * a.key_row + head * a.key_head + (i64)token * a.key_token;
         const u8* value = a.values + row * a.value_row + head * a.value_head + (i64)token * a.value_token;
         const bool is_key = piece < KEY_PIECES;
-        const uint4 numbers = load_piece(is_key ? key + piece * 16 : value + other * 16);  // while the length is on its way
+        // on their way while the length is
+        const uint4 numbers = load_piece(is_key ? key + piece * 16 : value + other * 16);
         if (place >= a.capacity) continue;
         store_piece(
             is_key ? a.tail_keys + (slot * KEY_PIECES + piece) * 16 : a.tail_values + (slot * VALUE_PIECES + other) * 16,
