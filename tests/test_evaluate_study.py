@@ -243,6 +243,21 @@ def test_a_report_has_every_row_and_a_picture(model, tmp_path):
     assert not re.search(r"(src|href)=.http", html)  # nothing is fetched
 
 
+def test_studies_of_one_model_do_not_share_a_file(model, tmp_path):
+    table, page = tmp_path / "rows.csv", tmp_path / "report.html"
+    rows = [row for rows in study(model).run(["default"]) for row in rows]
+    made = dict.fromkeys(("hardware", "oscar_kv", "torch", "transformers", "commit", "command", "date"), "")
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *made])
+        writer.writeheader()
+        for dtype, factor in (("bfloat16", 2), ("float32", 1)):
+            writer.writerows([{**row, **made, "dtype": dtype, "kl": factor * float(row["kl"])} for row in rows])
+    write_report(table, page, pictures=True)
+    inside = [base64.b64decode(found) for found in re.findall(r"base64,([^\"]+)", page.read_text())]
+    assert inside[0] != inside[1]
+    assert [path.read_bytes() for path in sorted(tmp_path.glob("*.png"), key=lambda path: "-2-" in path.name)] == inside
+
+
 def test_a_picture_of_the_16_bit_cache_alone(model):
     rows = [row for rows in study(model).run([]) for row in rows]
     assert [row["preset"] for row in rows] == [REFERENCE]

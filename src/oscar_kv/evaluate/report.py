@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -99,9 +100,12 @@ def write_report(table: Path, page: Path, *, pictures: bool = False) -> None:
     html = environment.get_template("report.html.j2").render(title=kind.title, studies=studies, ours=OURS)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(html, encoding="utf-8")
+    seen: Counter[str] = Counter()
     for study in studies if pictures else ():
+        seen[study.name] += 1
+        again = f"-{seen[study.name]}" if seen[study.name] > 1 else ""  # of another dtype, say
         for name, png in study.pictures.items():
-            (page.parent / f"{page.stem}-{study.name}-{name}.png").write_bytes(png)
+            (page.parent / f"{page.stem}-{study.name}{again}-{name}.png").write_bytes(png)
 
 
 def _studies(rows: list[Row], kind: _Kind, key: Sequence[str]) -> Iterator[list[Row]]:
