@@ -36,9 +36,7 @@ _CSRC = Path(__file__).parent / "csrc"
 # these round each operation as the CPU does: no contraction to fused multiply-add
 _EXACT = ("dequantize.cu", "encode.cu", "flush.cu")
 _STATIC_SHARED = 48 * 1024  # what a kernel may use without asking for more
-_DYNAMIC_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
-_CARVEOUT = "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
-_MOST_SHARED = 100  # percent: a multiprocessor drains before it changes its split, and kernels would not overlap
+_ATTRIBUTE_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 _BEFORE_HOPPER = ("sm_80", "sm_86", "sm_89")
 _LEGACY_STREAM = 1  # a handle of the default stream that says so
 
@@ -162,9 +160,7 @@ def kernel(source: str, name: str, defines: Defines, device: torch.device) -> An
         if key not in _kernels:
             with torch.cuda.device(device):
                 code = cubin(source, defines, architecture(device))
-                found = _cuda_core().ObjectCode.from_cubin(code, name=source).get_kernel(name)
-                _set_attribute(found, _CARVEOUT, _MOST_SHARED, torch.cuda.current_device())
-                _kernels[key] = found
+                _kernels[key] = _cuda_core().ObjectCode.from_cubin(code, name=source).get_kernel(name)
         return _kernels[key]
 
 
@@ -206,7 +202,7 @@ def launch(
     parameters = ctypes.addressof(addresses)
     with torch.cuda.device(device):
         if shared_bytes > _STATIC_SHARED:
-            _set_attribute(kernel, _DYNAMIC_SHARED, shared_bytes, torch.cuda.current_device())
+            _allow_shared(kernel, shared_bytes, torch.cuda.current_device())
         function = driver.CUfunction(int(kernel.handle))
         stream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM)
         dependent = dependent and architecture(device) not in _BEFORE_HOPPER
@@ -260,11 +256,11 @@ def _argument(arg: Argument) -> Any:
 
 
 @cache
-def _set_attribute(kernel: Any, name: str, value: int, device: int) -> None:
+def _allow_shared(kernel: Any, shared_bytes: int, device: int) -> None:
     from cuda.bindings import driver
 
-    attribute = getattr(driver.CUfunction_attribute, name)
-    _check(driver.cuKernelSetAttribute(attribute, value, kernel.handle, device))
+    attribute = getattr(driver.CUfunction_attribute, _ATTRIBUTE_SHARED)
+    _check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device))
 
 
 def _check(result: tuple[Any, ...]) -> None:
