@@ -269,6 +269,25 @@ def test_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         nvrtc.architecture.__wrapped__(torch.device("cpu"))
 
 
+def test_shared_memory_of_a_kernel_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver keeps the last limit that it was told, and refuses launches above it."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    told: list[int] = []
+
+    class Code:
+        handle = 0
+
+    code = Code()
+    monkeypatch.setattr(
+        driver, "cuKernelSetAttribute", lambda attribute, size, *which: (told.append(size), (driver.CUresult(0),))[1]
+    )
+    for size in (60_000, 50_000, 40_000, 60_000, 70_000, 60_000):
+        nvrtc._allow_shared(code, size, 0)
+        assert told[-1] >= size
+    nvrtc._allow_shared(code, 50_000, 1)
+    assert told == [60_000, 70_000, 50_000]
+
+
 def test_layouts_survive_the_trip_through_a_string() -> None:
     for config, key_dim, value_dim, dtype in ODD.values():
         layout = RecordLayout(config, key_dim, value_dim, dtype)

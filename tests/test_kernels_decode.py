@@ -138,6 +138,12 @@ def check(c: dict[str, Any], **kwargs: Any) -> None:
     assert error < sharper * TOLERANCE[c["layout"].dtype], error
 
 
+def test_batches_in_any_order() -> None:
+    """A launch of few rows takes no shared memory from the kernel that a launch of many had, and needs again."""
+    for rows in (4, 1, 4, 2, 4):
+        check(case(blocks=(9, 3, 5, 2)[:rows], tails=(40, 127, 0, 16)[:rows]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("key_bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("value_bits", [2, 3, 4, 8])

@@ -44,6 +44,7 @@ Defines = Mapping[str, int | str]
 Argument = Tensor | bytes | int | float | None
 
 _kernels: dict[tuple[Any, ...], Any] = {}
+_allowed: dict[tuple[Any, int], int] = {}  # bytes of dynamic shared memory, by kernel and device
 _lock = threading.RLock()
 
 
@@ -201,8 +202,7 @@ def launch(
     addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     parameters = ctypes.addressof(addresses)
     with torch.cuda.device(device):
-        if shared_bytes > _STATIC_SHARED:
-            _allow_shared(kernel, shared_bytes, torch.cuda.current_device())
+        _allow_shared(kernel, shared_bytes, torch.cuda.current_device())
         function = driver.CUfunction(int(kernel.handle))
         stream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM)
         dependent = dependent and architecture(device) not in _BEFORE_HOPPER
@@ -255,12 +255,15 @@ def _argument(arg: Argument) -> Any:
     return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg or 0)
 
 
-@cache
 def _allow_shared(kernel: Any, shared_bytes: int, device: int) -> None:
+    """Let a kernel have so much dynamic shared memory, and never less than before: the next launch may need it."""
     from cuda.bindings import driver
 
-    attribute = getattr(driver.CUfunction_attribute, _ATTRIBUTE_SHARED)
-    _check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device))
+    with _lock:
+        if shared_bytes > _allowed.get((kernel, device), _STATIC_SHARED):
+            attribute = getattr(driver.CUfunction_attribute, _ATTRIBUTE_SHARED)
+            _check(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device))
+            _allowed[kernel, device] = shared_bytes
 
 
 def _check(result: tuple[Any, ...]) -> None:
