@@ -14,7 +14,7 @@ from oscar_kv.codec import PackedBlocks, dequantize_blocks
 from oscar_kv.config import OscarConfig
 from oscar_kv.kernels.encode import _encode_blocks, encode, encode_blocks, start_rows
 from oscar_kv.kernels.records import layout_key
-from oscar_kv.kernels.tail import Counters, append, flush
+from oscar_kv.kernels.tail import Counters, TailLayer, append, flush
 from oscar_kv.layer import LayerState
 from oscar_kv.pack import RecordLayout, from_bytes, unpack_codes
 from oscar_kv.scale import channel_equalizer
@@ -227,9 +227,11 @@ def test_equalizer_and_sinks_of_fresh_rows(exponent: float, query_exponent: floa
     assert (equalizer[1] == 9.0).all()
 
 
-def fresh_cache(config: OscarConfig, lengths: list[int], dims: tuple[int, int], steps: int, dtype: torch.dtype) -> dict:
+def fresh_cache(
+    config: OscarConfig, lengths: list[int], dims: tuple[int, int], steps: int, dtype: torch.dtype, seed: int = 1
+) -> dict:
     """A cache of fixed capacity on the GPU and a LayerState, both with a prompt of its own length in each row."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     rows, columns = len(lengths), max(lengths)
     prompt, stream = (
         [torch.randn(rows, HEADS, n, d, generator=generator).to(dtype) for d in dims] for n in (columns, steps)
@@ -284,11 +286,32 @@ def test_append_and_flush_are_those_of_the_layer(residual_length: int) -> None:
         before = list(state.num_blocks)
         state.commit(state.append(keys, values, None))
         append(keys.to(DEVICE), values.to(DEVICE), tail, counters, state.layout)
-        flush(tail, counters, state.layout, *store)
+        flush([TailLayer(tail, counters, *store)], state.layout)
         if state.num_blocks != before or step % 50 == 0:
             same_as(cache)
     assert min(state.num_blocks) >= 3
     same_as(cache)
+
+
+@pytest.mark.parametrize("residual_length", [128, 384])
+def test_layers_pack_together(residual_length: int) -> None:
+    """More of them than one launch takes, each of which finds its own bytes and counts."""
+    config = replace(DEFAULT, residual_length=residual_length)
+    steps = 200 + residual_length
+    caches = [fresh_cache(config, [30, 77], (64, 32), steps, torch.bfloat16, seed) for seed in range(17)]
+    layout = caches[0]["state"].layout
+    layers = [TailLayer(cache["tail"], cache["counters"], *cache["store"]) for cache in caches]
+    streams = [[x.to(DEVICE) for x in cache["stream"]] for cache in caches]
+    for step in range(steps):
+        for layer, stream in zip(layers, streams, strict=True):
+            keys, values = (x[:, :, step : step + 1] for x in stream)
+            append(keys, values, layer.tail, layer.counters, layout)
+        flush(layers, layout)
+    for cache in caches:
+        state = cache["state"]
+        state.commit(state.append(*cache["stream"], None))
+        assert min(state.num_blocks) >= 2 if residual_length == 128 else 1
+        same_as(cache)
 
 
 def test_many_rows_pack_in_their_own_steps() -> None:
@@ -299,7 +322,7 @@ def test_many_rows_pack_in_their_own_steps() -> None:
         keys, values = (x[:, :, step : step + 1] for x in cache["stream"])
         state.commit(state.append(keys, values, None))
         append(keys.to(DEVICE), values.to(DEVICE), tail, counters, state.layout)
-        flush(tail, counters, state.layout, *store)
+        flush([TailLayer(tail, counters, *store)], state.layout)
     assert {*state.num_blocks} == {2, 3}
     same_as(cache)
 
@@ -315,7 +338,7 @@ def test_records_may_begin_with_a_later_block() -> None:
         first, target = (2, later) if min(state.num_blocks) >= 2 else (0, (records, norms))
         state.commit(state.append(keys, values, None))
         append(keys.to(DEVICE), values.to(DEVICE), tail, counters, state.layout)
-        flush(tail, counters, state.layout, *target, equalizer, sinks, first=first)
+        flush([TailLayer(tail, counters, *target, equalizer, sinks, first=first)], state.layout)
     assert state.num_blocks == [3, 3]
     assert (records[:, 2:] == 0xFF).all()
     records[:, 2:], norms[:, 2:] = later
@@ -350,7 +373,7 @@ def test_appending_several_tokens_at_once() -> None:
             continue
         state.commit(state.append(keys, values, None))
         append(keys.to(DEVICE), values.to(DEVICE), tail, counters, state.layout)
-        flush(tail, counters, state.layout, *store)
+        flush([TailLayer(tail, counters, *store)], state.layout)
         same_as(cache)
     assert state.num_blocks == [1, 0]
 
@@ -361,11 +384,11 @@ def test_cuda_graph() -> None:
     keys, values = (x[:, :, :1].to(DEVICE) for x in cache["stream"])
     scratch = fresh_cache(DEFAULT, [1, 1], (64, 32), 150, torch.bfloat16)
     append(keys, values, scratch["tail"], scratch["counters"], state.layout)  # compiles
-    flush(scratch["tail"], scratch["counters"], state.layout, *scratch["store"])
+    flush([TailLayer(scratch["tail"], scratch["counters"], *scratch["store"])], state.layout)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         append(keys, values, tail, counters, state.layout)
-        flush(tail, counters, state.layout, *store)
+        flush([TailLayer(tail, counters, *store)], state.layout)
     for step in range(150):
         new = [x[:, :, step : step + 1] for x in cache["stream"]]
         state.commit(state.append(*new, None))

@@ -15,7 +15,7 @@ from oscar_kv.kernels import decode_launch as rule
 from oscar_kv.kernels.decode import decode_attention
 from oscar_kv.kernels.dequantize import dequantize_blocks
 from oscar_kv.kernels.encode import encode_blocks, start_rows
-from oscar_kv.kernels.tail import Counters, append, flush
+from oscar_kv.kernels.tail import Counters, TailLayer, append, flush
 from oscar_kv.pack import RecordLayout
 from oscar_kv.view import KVView
 
@@ -89,9 +89,8 @@ def test_a_step(cluster: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
         token = slice(400 + step, 401 + step)
         append(store.keys[:, :, token], store.values[:, :, token], store.tail, store.counters, LAYOUT)
         check(store.attend(1), store.reference(1))
-        flush(
-            store.tail, store.counters, LAYOUT, store.records, store.norms, store.equalizer, store.sinks
-        )  # fmt: skip
+        layer = TailLayer(store.tail, store.counters, store.records, store.norms, store.equalizer, store.sinks)
+        flush([layer], LAYOUT)
         check(store.attend(0), store.reference(0))
     assert store.counters.num_blocks.tolist() == [4, 1]
     assert store.counters.lengths.tolist() == [2, 33]

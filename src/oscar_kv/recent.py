@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,8 @@ from oscar_kv.blocks import BlockStore, grow
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
 from oscar_kv.kernels import tail as device_tail
 from oscar_kv.kernels.decode_launch import unsupported
-from oscar_kv.kernels.tail import Counters
+from oscar_kv.kernels.records import layout_key
+from oscar_kv.kernels.tail import Counters, TailLayer
 from oscar_kv.observe import add_query_power
 from oscar_kv.offload import Offload
 from oscar_kv.timeline import Timeline
@@ -67,6 +70,7 @@ class TailStore(BlockStore):
         rows = 0 if max_length is None else config.residual_length  # without max_length it grows with a short sequence
         self.tail_keys, self.tail_values = (x.new_zeros(*x.shape[:2], rows, x.shape[-1]) for x in (keys, values))
         self.counters = self._counters(self.batch, self.device)
+        self.waiting: list[TailStore] | None = None  # see pack_together
 
     def _counters(self, batch: int, device: torch.device) -> Counters | None:
         """Device-side counts of the rows, where kernels pack and attend; the lists of this class mirror them."""
@@ -158,7 +162,10 @@ class TailStore(BlockStore):
         if recent.on_device and self.counters is not None:
             self._count(recent.lengths, self._complete(recent.lengths, hold))
             self.reserve(max(self.num_blocks))
-            self._flush(hold)
+            if self.waiting is None or hold:
+                _flush([self], hold)
+            else:
+                self.waiting.append(self)
         else:
             self._pack(recent, hold)
 
@@ -172,11 +179,11 @@ class TailStore(BlockStore):
         first = [n + BLOCK_TOKENS * blocks for n, blocks in zip(old, self.num_blocks, strict=True)]
         add_query_power(self.query_power, query, first, step.counts, self._here(step.order), self.config.num_sinks)
 
-    def _flush(self, hold: int) -> None:
-        """Pack on the device what is complete there."""
-        tail, store = (self.tail_keys, self.tail_values), (self.records, self.norms, self.equalizer, self.sinks)
+    def on_device(self) -> TailLayer:
+        """Of this layer, what is packed and counted on the device."""
         assert self.counters is not None
-        device_tail.flush(tail, self.counters, self.layout, *store, self.query_power, hold, self.first)
+        tail, store = (self.tail_keys, self.tail_values), (self.records, self.norms, self.equalizer, self.sinks)
+        return TailLayer(tail, self.counters, *store, self.query_power, self.first)
 
     def advance(self, columns: int) -> None:
         """Count what the replay of a CUDA graph, captured from a pass of so many columns, has done on the device."""
@@ -231,6 +238,30 @@ class TailStore(BlockStore):
     def _tail_limit(self) -> int:
         """Tokens that the tail may have room for."""
         return self.config.residual_length + (ROLLBACK_TOKENS if self.recording else 0)
+
+
+@contextmanager
+def pack_together(stores: Sequence[TailStore]) -> Iterator[None]:
+    """What passes inside complete is packed at the end, where the device counts: in few launches for all layers."""
+    waiting: list[TailStore] = []
+    for store in stores:
+        store.waiting = waiting
+    try:
+        yield
+    finally:
+        for store in stores:
+            store.waiting = None
+    alike = defaultdict(list)
+    for store in waiting:
+        shape = store.records.shape[2], *store.num_blocks, *store.tail_lengths
+        alike[layout_key(store.layout), shape].append(store)
+    for some in alike.values():
+        _flush(some, 0)
+
+
+def _flush(stores: list[TailStore], hold: int) -> None:
+    """Pack on the device what is complete there."""
+    device_tail.flush([store.on_device() for store in stores], stores[0].layout, hold)
 
 
 def take_tokens(tokens: Tensor, index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Appending one token per row, with the packing of the blocks that this completes."""
+"""Appending one token per row in each layer of a step, with the packing of the blocks that this completes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from oscar_kv.bench.candidate import Candidate
 from oscar_kv.bench.measurement import Shape
 from oscar_kv.bench.timing import Call
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
-from oscar_kv.kernels.tail import Counters, append, flush
+from oscar_kv.kernels.tail import Counters, TailLayer, append, flush
 from oscar_kv.pack import RecordLayout
+
+LAYERS = 32  # of a step, at whose end they pack together
 
 
 def candidates(
@@ -31,33 +33,40 @@ def candidates(
             packed = (layout.record_bytes + 2 * (config.token_norm is not None)) * shape.kv_heads * shape.batch
             steps = _steps(shape, layout, starts, device)
             moved = 3 * token + packed // BLOCK_TOKENS  # read, written, and read again when its block is packed
-            yield Candidate(impl, steps, moved, preset=name)
+            yield Candidate(impl, steps, moved, preset=name, times=LAYERS)
 
 
 def _steps(shape: Shape, layout: RecordLayout, starts: list[int], device: torch.device) -> list[Call]:
-    """Calls of 128 steps, of rows that have packed blocks and whose tails begin with so many tokens."""
-    config, batch, heads, dim = layout.config, shape.batch, shape.kv_heads, shape.head_dim
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=layout.dtype, device=device)
-
-    counters = Counters.zeros(batch, device)
-    counters.set(starts, [1] * batch)
-    initial = counters.data.clone()
-    capacity = config.residual_length
-    tail = normal(batch, heads, capacity, dim), normal(batch, heads, capacity, dim)
-    keys, values = normal(batch, heads, 1, dim), normal(batch, heads, 1, dim)
-    records = torch.zeros(batch, 3, heads, layout.record_bytes, dtype=torch.uint8, device=device)
-    norms = torch.zeros(batch, 3, 1, BLOCK_TOKENS, dtype=torch.bfloat16, device=device)
-    equalizer = torch.ones(batch, heads, dim, device=device) if config.equalize else None
-    sinks = (normal(batch, heads, config.num_sinks, dim),) * 2 if config.num_sinks else None
+    """128 steps of rows that have packed a block, and whose tails begin with so many tokens."""
+    counters = torch.stack([Counters.zeros(shape.batch, device).data] * LAYERS)
+    for counts in counters:
+        Counters(counts).set(starts, [1] * shape.batch)
+    initial = counters.clone()
+    layers = [_layer(shape, layout, Counters(counts)) for counts in counters]
+    size = shape.batch, shape.kv_heads, 1, shape.head_dim
+    keys, values = (torch.randn(size, dtype=layout.dtype, device=device) for _ in range(2))
 
     def step() -> None:
-        append(keys, values, tail, counters, layout)
-        flush(tail, counters, layout, records, norms if config.token_norm else None, equalizer, sinks)
+        for layer in layers:
+            append(keys, values, layer.tail, layer.counters, layout)
+        flush(layers, layout)
 
     def first() -> None:
-        counters.data.copy_(initial)
+        counters.copy_(initial)
         step()
 
     return [first, *[step] * (BLOCK_TOKENS - 1)]
+
+
+def _layer(shape: Shape, layout: RecordLayout, counters: Counters) -> TailLayer:
+    config, batch, heads, dim, device = layout.config, shape.batch, shape.kv_heads, shape.head_dim, counters.data.device
+
+    def normal(tokens: int) -> torch.Tensor:
+        return torch.randn(batch, heads, tokens, dim, dtype=layout.dtype, device=device)
+
+    records = torch.zeros(batch, 3, heads, layout.record_bytes, dtype=torch.uint8, device=device)
+    norms = torch.zeros(batch, 3, 1, BLOCK_TOKENS, dtype=torch.bfloat16, device=device) if config.token_norm else None
+    equalizer = torch.ones(batch, heads, dim, device=device) if config.equalize else None
+    sinks = (normal(config.num_sinks), normal(config.num_sinks)) if config.num_sinks else None
+    tail = normal(config.residual_length), normal(config.residual_length)
+    return TailLayer(tail, counters, records, norms, equalizer, sinks)

@@ -18,10 +18,11 @@ class Candidate:
     Args:
         impl: Its name.
         calls: One for each set of inputs.
-        bytes: That one call has to read and write.
+        bytes: That what is measured has to read and write.
         preset: Of the packed cache.
         form: Of the call.
         optional: Whether it may refuse to run: then it is left out, with a warning.
+        times: That a call does what is measured.
     """
 
     impl: str
@@ -30,6 +31,7 @@ class Candidate:
     preset: str = ""
     form: str = ""
     optional: bool = False
+    times: int = 1
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.impl, self.preset, self.form)))
@@ -70,11 +72,11 @@ def fastest_forms(timed: Iterable[Timed]) -> list[Timed]:
 
 def _captured(candidate: Candidate, where: str) -> Graph | None:
     if not candidate.optional:
-        return capture(candidate.calls)
+        return capture(candidate.calls, candidate.times)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch's reasons, one warning each
-            return capture(candidate.calls)
+            return capture(candidate.calls, candidate.times)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

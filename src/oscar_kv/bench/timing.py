@@ -32,10 +32,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Graph:
-    """A CUDA graph of some calls in a row."""
+    """A CUDA graph of some calls in a row, and how often it does what is measured."""
 
     graph: torch.cuda.CUDAGraph
-    calls: int
+    times: int
 
 
 def input_sets(set_bytes: int, device: torch.device) -> int:
@@ -44,8 +44,10 @@ def input_sets(set_bytes: int, device: torch.device) -> int:
     return max(2, -(-COLD * l2 // set_bytes))
 
 
-def capture(calls: Sequence[Call]) -> Graph:
+def capture(calls: Sequence[Call], times: int = 1) -> Graph:
     """Put calls, one per set of inputs, into a graph, over and over if they are few.
+
+    A call does what is measured so many times.
 
     The first call runs once before: it compiles what it needs, and fails here if it cannot run.
     """
@@ -59,7 +61,7 @@ def capture(calls: Sequence[Call]) -> Graph:
     with torch.cuda.graph(graph, stream=stream):
         for call in repeats * list(calls):
             call()
-    return Graph(graph, repeats * len(calls))
+    return Graph(graph, repeats * len(calls) * times)
 
 
 def time_in_turn(graphs: Sequence[Graph], rounds: int = ROUNDS) -> list[Spread]:
@@ -72,7 +74,7 @@ def time_in_turn(graphs: Sequence[Graph], rounds: int = ROUNDS) -> list[Spread]:
         rounds: Replays of each that are timed.
 
     Returns:
-        For each graph, the time of one of its calls.
+        For each graph, the time of what is measured, once.
     """
     for graph in _WARM_UP * list(graphs):
         graph.graph.replay()
@@ -85,7 +87,7 @@ def time_in_turn(graphs: Sequence[Graph], rounds: int = ROUNDS) -> list[Spread]:
         marks.append((start, stop))
     torch.cuda.synchronize()
     return [
-        Spread.of([1e3 * start.elapsed_time(stop) / graph.calls for start, stop in marks[i :: len(graphs)]])
+        Spread.of([1e3 * start.elapsed_time(stop) / graph.times for start, stop in marks[i :: len(graphs)]])
         for i, graph in enumerate(graphs)
     ]
 

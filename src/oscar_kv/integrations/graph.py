@@ -10,6 +10,7 @@ from oscar_kv import kernels
 from oscar_kv.cache import OscarCache
 from oscar_kv.cache_layer import ATTENTION_NAME, OscarLayer
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
+from oscar_kv.recent import pack_together
 
 
 class DecodeGraph:
@@ -97,7 +98,8 @@ class DecodeGraph:
 
     def _forward(self, cache: OscarCache) -> Tensor:
         kwargs = {CACHE_ARGUMENT: cache, "position_ids": self._positions, "use_cache": True}
-        logits: Tensor = self.model(self._ids, **kwargs).logits
+        with pack_together([layer.state for layer in cache.packed_layers if layer.state is not None]):
+            logits: Tensor = self.model(self._ids, **kwargs).logits
         return logits[:, -1]
 
 

@@ -3,7 +3,8 @@
 //
 //   append -> attention (lengths + new tokens) -> flush
 //
-// and flush returns at once where no row has a complete block. Defines: those of encode.cuh.
+// and flush returns at once where no row has a complete block. Layers whose rows have the same lengths may share a
+// flush, after the last of them: then what is due is enough work for the GPU. Defines: those of encode.cuh.
 
 #include "encode.cuh"
 #include "start.cuh"
@@ -51,6 +52,14 @@ __device__ __forceinline__ void await(const u32* counter, u32 target) {
     __syncwarp();
 }
 
+constexpr int LAYERS = 15;  // of a launch, at most
+
+struct Layers {
+    Args of[LAYERS];
+    int count;
+};
+static_assert(sizeof(Layers) <= 4096, "that is what all drivers pass to a kernel");
+
 // All CTAs of a cooperative grid wait for each other, for the `times`-th time.
 __device__ __forceinline__ void grid_barrier(const Args& a, u32& times) {
     announce(a.arrived);
@@ -70,7 +79,8 @@ struct Due {
 };
 
 // All threads. Blocks are complete when residual_length tokens from their start on are there.
-__device__ __forceinline__ void find_due(const Args& a, int first, Due& due) {
+__device__ __forceinline__ void find_due(const Layers& layers, int first, Due& due) {
+    const Args& a = layers.of[0];  // whose rows are as long as the others'
     __shared__ int of_warp[THREADS / 32];
     const int row = first + threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const bool there = threadIdx.x < ROWS && row < a.rows;
@@ -90,7 +100,8 @@ __device__ __forceinline__ void find_due(const Args& a, int first, Due& due) {
         due.rows[i] = row, due.blocks[i] = blocks, due.places[i] = place, due.left[i] = left;
     }
     due.count = count, due.fresh = fresh, due.rest = rest;
-    if (blockIdx.x == 0 && there) a.lengths[row] = left, a.num_blocks[row] = place + blocks;
+    for (int i = blockIdx.x; there && i < layers.count; i += gridDim.x)
+        layers.of[i].lengths[row] = left, layers.of[i].num_blocks[row] = place + blocks;
     __syncthreads();
 }
 
@@ -117,16 +128,18 @@ __device__ __forceinline__ int norm_tasks(const Args& a) { return NORM ? PARTS *
 __device__ __forceinline__ void wait_for_norms(const Args& a, int row) { await(a.norms_done + row, norm_tasks(a)); }
 
 // Norms, then keys, then values of all that is due, dealt to the CTAs in turn: so keys wait for norms that others are at.
-__device__ __forceinline__ void pack(const Args& a, const Due& due) {
-    const int groups = norm_tasks(a), norms = due.count * groups, sides = due.count * a.heads;
+__device__ __forceinline__ void pack(const Layers& layers, const Due& due) {
+    const int heads = layers.of[0].heads, groups = norm_tasks(layers.of[0]), items = layers.count * due.count;
+    const int norms = items * groups, sides = items * heads;
     for (int i = blockIdx.x; i < norms + 2 * sides; i += gridDim.x) {
         const bool is_norm = i < norms, is_key = !is_norm && i < norms + sides;
-        const int per_row = is_norm ? groups : a.heads, task = is_norm ? i : (i - norms) % sides;
-        const int which = task / per_row, part = task % per_row;
+        const int per_item = is_norm ? groups : heads, task = is_norm ? i : (i - norms) % sides;
+        const int item = task / per_item, part = task % per_item, which = item % due.count;
+        const Args& a = layers.of[item / due.count];
         for (int block = 0; block < due.blocks[which]; block++) {
             const Spot spot = due.spot(which, block);
             if (is_norm)
-                norms_of_tokens<NORM_TOKENS>(a, spot, part % PARTS * NORM_TOKENS, part / PARTS, SCOPE ? 1 : a.heads);
+                norms_of_tokens<NORM_TOKENS>(a, spot, part % PARTS * NORM_TOKENS, part / PARTS, SCOPE ? 1 : heads);
             else if (is_key)
                 encode_side<true>(a, spot, part);
             else
@@ -138,27 +151,29 @@ __device__ __forceinline__ void pack(const Args& a, const Due& due) {
 }
 
 // A cooperative grid of any size. keys and values are the tail.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) flush(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flush(const __grid_constant__ Layers layers) {
     __shared__ Due due;
+    const Args& shape = layers.of[0];
     u32 barriers = 0;
     wait_for_launch();
-    for (int first = 0; first < a.rows; first += ROWS) {
-        find_due(a, first, due);
+    for (int first = 0; first < shape.rows; first += ROWS) {
+        find_due(layers, first, due);
         if (due.count == 0) continue;
+        const int items = due.count * shape.heads, all = layers.count * items;  // of a layer, and of all
         if (due.fresh) {
-            for (int i = blockIdx.x; i < due.count * a.heads; i += gridDim.x) {
-                const Spot spot = due.spot(i / a.heads, 0);
-                if (spot.place == 0) start_row(a, spot, i % a.heads);
+            for (int i = blockIdx.x; i < all; i += gridDim.x) {
+                const Spot spot = due.spot(i % items / shape.heads, 0);
+                if (spot.place == 0) start_row(layers.of[i / items], spot, i % shape.heads);
                 __syncthreads();
             }
-            grid_barrier(a, barriers);
+            grid_barrier(shape, barriers);
         }
-        pack(a, due);
+        pack(layers, due);
         if (!due.rest) continue;
-        grid_barrier(a, barriers);
-        for (int i = blockIdx.x; i < due.count * a.heads; i += gridDim.x) {
-            const int which = i / a.heads;
-            move_tail(a, due.rows[which], i % a.heads, BLOCK_TOKENS * due.blocks[which], due.left[which]);
+        grid_barrier(shape, barriers);
+        for (int i = blockIdx.x; i < all; i += gridDim.x) {
+            const int which = i % items / shape.heads, gap = BLOCK_TOKENS * due.blocks[which];
+            move_tail(layers.of[i / items], due.rows[which], i % shape.heads, gap, due.left[which]);
         }
     }
 }
