@@ -30,6 +30,7 @@ BAD = [
     *[("value_gain", x) for x in (0.0, 0.99, 2.01, float("nan"), float("inf"))],
     *[("num_sinks", x) for x in (-1, 128, 1000, 1.5, None, "4")],
     *[("residual_length", x) for x in (0, -128, 1, 64, 127, 129, 200, 128.0, None, "128")],
+    *[("layers", x) for x in (None, [1], {"a": {}}, {0.5: {}}, {-1: {}}, {0: None}, {0: {"key_bits": 5}})],
 ]
 
 
@@ -76,6 +77,7 @@ def test_every_field_is_checked() -> None:
         ("value_gain", (1.0, 1.1, 2.0)),
         ("num_sinks", (0, 4, 127)),
         ("residual_length", (128, 256, 1024)),
+        ("layers", ({}, {0: {}}, {7: {"value_bits": 4, "metadata": "float16"}})),
     ],
 )
 def test_good_values_are_kept(name: str, values: tuple[Any, ...]) -> None:
@@ -125,6 +127,7 @@ def test_presets() -> None:
         "value_gain": 1.0,
         "num_sinks": 0,
         "residual_length": 128,
+        "layers": {},
     }
 
 

@@ -53,7 +53,15 @@ def eager_steps(model: PreTrainedModel, cache: OscarCache, mask: Tensor, new: Te
 
 @pytest.mark.gpu
 @torch.inference_mode()
-@pytest.mark.parametrize("config", [OscarConfig(), OscarConfig.quality(), OscarConfig(residual_length=256)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        OscarConfig(),
+        OscarConfig.quality(),
+        OscarConfig(residual_length=256),
+        OscarConfig(layers={1: {"key_bits": 3, "value_bits": 4}}),
+    ],
+)
 def test_replay_while_lengths_grow_equals_eager(config: OscarConfig) -> None:
     model = llama("cuda")
     new = torch.randint(3, 90, (len(LENGTHS), STEPS), generator=torch.Generator().manual_seed(1)).cuda()

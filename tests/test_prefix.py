@@ -211,7 +211,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        (('"format": 3', '"format": 4'), "format 4, this one 3"),
+        (('"format": 4', '"format": 5'), "format 5, this one 4"),
         (('"key_bits": 2', '"key_bytes": 2'), "key_bytes"),
         (('"key_bits": 2', '"key_bits": 7'), "key_bits"),
         (('"num_blocks": [2]', '"num_blocks": [3]'), "num_blocks"),

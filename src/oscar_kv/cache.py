@@ -52,7 +52,8 @@ class OscarCache(DynamicCache):
     Raises:
         NotImplementedError: Encoder-decoder models, multi-head latent attention, a head dimension that is no
             multiple of 16.
-        ValueError: ``max_length`` or ``attention_mask`` is malformed.
+        ValueError: ``max_length`` or ``attention_mask`` is malformed, or ``oscar_config`` has settings for a layer that
+            is not packed.
     """
 
     def __init__(
@@ -82,6 +83,9 @@ class OscarCache(DynamicCache):
         layers = [self._layer(i, layer) for i, layer in enumerate(plain_layers(config))]
         super().__init__(config=config)
         self.layers = layers
+        packed = {i for i, layer in enumerate(layers) if isinstance(layer, OscarLayer)}
+        if strange := sorted(set(self.oscar_config.layers) - packed):
+            raise ValueError(f"the configuration has settings for layers that are not packed: {strange}")
         if not self.packed_layers:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
             warnings.warn(f"nothing to quantize: no layer keeps its whole history (only {kinds})", stacklevel=2)
@@ -90,12 +94,12 @@ class OscarCache(DynamicCache):
         """The layer in the place of one of transformers: a packed one where that keeps its whole history."""
         if type(plain) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer) or index in self._cross_attention:
             return plain
-        self.oscar_config.check_head_dim(*head_dims(self._decoder, index))
-        common = self._common()
+        common = self._common(index)
+        common.config.check_head_dim(*head_dims(self._decoder, index))
         return OscarLayer(common) if type(plain) is DynamicLayer else OscarHybridLayer(common, plain.number_of_states)
 
-    def _common(self) -> Common:
-        own = (self.oscar_config, self.packed, self.max_length, self.shares_keys)
+    def _common(self, index: int) -> Common:
+        own = (self.oscar_config.for_layer(index), self.packed, self.max_length, self.shares_keys)
         return Common(*own, self.timeline, self.padding, self.host)
 
     @property
@@ -188,9 +192,9 @@ class OscarCache(DynamicCache):
         other = copy.copy(self)
         other.timeline, other.padding = self.timeline.copy(), Padding(self.padding.mask)
         other.host = None if self.host is None else Offload()
-        common = other._common()
         other.layers = [
-            layer.fork(common) if isinstance(layer, OscarLayer) else unpacked.copied(layer) for layer in self.layers
+            layer.fork(other._common(i)) if isinstance(layer, OscarLayer) else unpacked.copied(layer)
+            for i, layer in enumerate(self.layers)
         ]
         self.epoch += 1  # blocks have become shared ones
         return other
@@ -255,7 +259,7 @@ class OscarCache(DynamicCache):
         prefix.check(state, self._identity())
         host = None if self.host is None else Offload()
         states = {
-            int(i): prefix.layer_from(stored, self.oscar_config, self.timeline, self.max_length, host)
+            int(i): prefix.layer_from(stored, self.oscar_config.for_layer(int(i)), self.timeline, self.max_length, host)
             for i, stored in state["layers"].items()
         }
         fresh = [self._layer(i, layer) for i, layer in enumerate(plain_layers(self._config))]

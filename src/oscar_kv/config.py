@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -49,6 +49,8 @@ class OscarConfig:
             grid lie nearer the center than the values do, and so would an average over tokens.
         num_sinks: Tokens at the start of each sequence that stay in 16 bit and out of all statistics.
         residual_length: The newest tokens stay in 16 bit; a block of 128 is packed when this many are there.
+        layers: Fields that differ in single layers, by the number of the layer: ``{18: {"value_bits": 4}}``. All but
+            ``residual_length`` may.
 
     Raises:
         ValueError: A field has an unsupported value.
@@ -73,6 +75,7 @@ class OscarConfig:
     value_gain: float = 1.0
     num_sinks: int = 4
     residual_length: int = BLOCK_TOKENS
+    layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, hash=False)
 
     @classmethod
     def quality(cls) -> OscarConfig:
@@ -102,7 +105,7 @@ class OscarConfig:
     def from_report(cls, report: str | PathLike[str] | Mapping[str, Any]) -> OscarConfig:
         """What ``oscar-kv diagnose`` recommends.
 
-        A cache has one configuration for all layers: what the report advises for single layers is not in it.
+        The bits that it advises for single layers are in ``layers``.
 
         Args:
             report: The path of a ``report.json``, or what is in it.
@@ -158,6 +161,30 @@ class OscarConfig:
             raise ValueError("zero_point='int' needs fit 'minmax': least squares moves the offset off the steps")
         if self.zero_point == "int" and self.value_gain != 1.0:
             raise ValueError("zero_point='int' needs value_gain 1: with another the offset is no whole number of steps")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        known = {field.name for field in fields(self)} - {"layers", "residual_length"}
+        layers: dict[int, dict[str, Any]] = {}
+        for index, own in self.layers.items() if isinstance(self.layers, Mapping) else [(self.layers, None)]:
+            if not str(index).isdecimal() or not isinstance(own, Mapping):  # in JSON the numbers are strings
+                raise ValueError(f"layers must give numbers of layers and fields of each, not {index!r}: {own!r}")
+            if unknown := sorted(set(own) - known):
+                raise ValueError(f"layers[{index}]: what may differ is not {', '.join(unknown)}")
+            layers[int(index)] = dict(own)
+        object.__setattr__(self, "layers", dict(sorted(layers.items())))
+        for index in self.layers:
+            self._check_layer(index)
+
+    def _check_layer(self, index: int) -> None:
+        try:
+            self.for_layer(index)
+        except ValueError as error:
+            raise ValueError(f"layers[{index}]: {error}") from error
+
+    def for_layer(self, index: int) -> OscarConfig:
+        """What one layer's keys and values are quantized with: the same for all, but for those in ``layers``."""
+        return replace(self, layers={}, **self.layers.get(index, {}))
 
     def resolve_value_group(self, head_dim: int) -> int:
         """Channels per value group at this value head dimension.

@@ -16,7 +16,7 @@ from oscar_kv.layer import LayerState
 from oscar_kv.offload import Offload
 from oscar_kv.timeline import Timeline
 
-FORMAT = 3
+FORMAT = 4
 _MODEL = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
 _ANY_SIZE = {"records": 1, "norms": 1, "tail_keys": 2, "tail_values": 2}  # the dimension that depends on the length
 
@@ -24,8 +24,13 @@ _ANY_SIZE = {"records": 1, "norms": 1, "tail_keys": 2, "tail_values": 2}  # the 
 def identity(decoder: PreTrainedConfig, config: OscarConfig, layers: Sequence[Any]) -> dict[str, Any]:
     """What a stored cache must have in common with the one that takes it over."""
     kinds = ["packed" if hasattr(layer, "state") else type(layer).__name__ for layer in layers]
-    own = {"format": FORMAT, "config": asdict(config), "num_layers": len(layers), "layer_kinds": kinds}
+    own = {"format": FORMAT, "config": _plain(config), "num_layers": len(layers), "layer_kinds": kinds}
     return own | {name: _of_layers(decoder, name) for name in _MODEL}
+
+
+def _plain(config: OscarConfig) -> dict[str, Any]:
+    """As JSON would give it back."""
+    return asdict(config) | {"layers": {str(i): own for i, own in config.layers.items()}}
 
 
 def _of_layers(decoder: PreTrainedConfig, name: str) -> Any:

@@ -210,6 +210,8 @@ class Enabled:
         """Rotate the values by the weights, and not in the cache."""
         if not self.oscar_config.rotate_values or self.oscar_config.value_bits == 16:
             raise ValueError("fold_values: this configuration rotates no values")
+        if any("rotate_values" in own for own in self.oscar_config.layers.values()):
+            raise ValueError("fold_values: this configuration has rotate_values for single layers")
         packed = [i for i, layer in enumerate(cache.layers) if isinstance(layer, OscarLayer)]
         folded = FoldedValues(self.model, packed)
         self.oscar_config = replace(self.oscar_config, rotate_values=False)
