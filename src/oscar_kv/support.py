@@ -42,6 +42,12 @@ def head_dims(decoder: PreTrainedConfig, layer: int) -> tuple[int, int]:
     return dim, getattr(own, "v_head_dim", None) or dim
 
 
+def kv_heads(decoder: PreTrainedConfig, layer: int) -> int:
+    """The KV heads of a layer, by the configuration."""
+    own = decoder.per_layer_config[layer]
+    return getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+
+
 def shares_keys(decoder: PreTrainedConfig) -> bool:
     """Whether some layers attend to the keys and values of another layer."""
     return bool(getattr(decoder, "num_kv_shared_layers", 0))

@@ -1,4 +1,4 @@
-"""The command line: ``oscar-kv demo``, ``generate``, ``diagnose``, ``eval``, ``bench`` and ``env``, one module each."""
+"""The command line, one module for each command: ``oscar-kv demo``, ``generate``, ``diagnose``, ``eval``, ..."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typer
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
 
-from oscar_kv.cli import bench, demo, diagnose, env, evaluate, generate, media, probes, tasks
+from oscar_kv.cli import allocate, bench, demo, diagnose, env, evaluate, generate, media, probes, tasks
 
 app = typer.Typer(
     help="INT2 KV caches for transformers (OScaR, arXiv 2605.19660).", no_args_is_help=True, add_completion=False
@@ -14,6 +14,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(generate.generate)
 app.command()(diagnose.diagnose)
+app.command()(allocate.allocate)
 for command in (probes.generation, probes.recall, tasks.tasks, media.media):
     evaluate.app.command()(command)
 app.add_typer(evaluate.app, name="eval")

@@ -97,11 +97,9 @@ def show(report: Report, console: Console) -> None:
     for layer in found["layers"]:
         if layer["bits"] is not None:
             console.print(
-                f"* Layer {layer['layer']} would need {layer['bits']} bits: output error {layer['output_error']}, "
+                f"* {layer['bits']} bits for layer {layer['layer']}: output error {layer['output_error']}, "
                 f"{'; '.join(layer['causes']) or 'no single cause'}.", markup=False, highlight=False,
             )  # fmt: skip
-    if any(layer["bits"] is not None for layer in found["layers"]):
-        console.print(found["layers_are_advice_only"], style="dim")
     for note in numbers["notes"]:
         console.print(note, style="dim")
 

@@ -10,6 +10,10 @@ from oscar_kv.diagnose.steps import RECOMMENDABLE
 WIDE_GROUP = 4.0  # largest over smallest norm of a group from which on norms count as imbalanced
 _WEAK_LAYER = 0.1  # relative error of a layer's attention output from which on more bits are advised
 _MODALITY_GAP = 2.0  # ratio of median norms
+SETTINGS: dict[int, dict[str, Any]] = {  # of a layer that needs so many bits
+    4: {"key_bits": 4, "value_bits": 4, "key_shrink": 1.0, "value_shrink": 1.0, "value_gain": 1.0},
+    16: {"key_bits": 16, "value_bits": 16},
+}
 
 
 def causes(layer: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from oscar_kv.diagnose.advice import WIDE_GROUP, layer_advice, widest
+from oscar_kv.diagnose.advice import SETTINGS, WIDE_GROUP, layer_advice, widest
 from oscar_kv.diagnose.statistics import OUTLIER_CHANNEL
 from oscar_kv.diagnose.steps import BOTH, RECOMMENDABLE, SCALING
 from oscar_kv.evaluate import PRESETS
@@ -32,7 +32,8 @@ def recommend(summary: dict[str, Any], layers: Sequence[dict[str, Any]], num_lay
 
     Returns:
         "preset"; "config", fields of :class:`~oscar_kv.OscarConfig`; "expected_kl" and its class, by preset;
-        "kl_is_measured"; "reasons"; "layers": what is wrong with single layers, and bits for those that need more.
+        "kl_is_measured"; "reasons"; "layers": what is wrong with single layers, and bits for those that need more,
+        which are in "config" as well.
     """
     measured = summary.get("predictions")
     factor = KL_PER_OUTPUT_ERROR * len(layers) / num_layers
@@ -43,14 +44,14 @@ def recommend(summary: dict[str, Any], layers: Sequence[dict[str, Any]], num_lay
     preset = next((name for name in RECOMMENDABLE if kl_class(expected[name]) in _ACCEPTED), RECOMMENDABLE[-1])
     sinks = max(PRESETS[preset].num_sinks, leading_sinks(layers))
     advice = [found for layer in layers if (found := layer_advice(layer, preset))]
+    own = {found["layer"]: SETTINGS[found["bits"]] for found in advice if found["bits"] is not None}
     return {
         "preset": preset,
-        "config": asdict(replace(PRESETS[preset], num_sinks=sinks)),
+        "config": asdict(replace(PRESETS[preset], num_sinks=sinks, layers=own)),
         "expected_kl": {name: {"kl": kl, "class": kl_class(kl)} for name, kl in expected.items()},
         "kl_is_measured": measured is not None,
         "reasons": _reasons(summary, layers, expected, preset, sinks),
         "layers": advice,
-        "layers_are_advice_only": "OscarCache has one configuration for all layers; from_report() leaves these out.",
     }
 
 

@@ -1,6 +1,7 @@
 """What a packed cache changes: predictions and attentions, long generations, and what is recalled of a text."""
 
 from oscar_kv.evaluate.ablations import ABLATIONS
+from oscar_kv.evaluate.allocate import Sensitivity, allocate_bits, sensitivity
 from oscar_kv.evaluate.attention import attention_errors
 from oscar_kv.evaluate.bootstrap import BlockBootstrap, Estimate, estimate
 from oscar_kv.evaluate.compare import REFERENCE, Fidelity, compare, pool
@@ -20,9 +21,12 @@ __all__ = [
     "Fidelity",
     "GenerationStudy",
     "RecallStudy",
+    "Sensitivity",
     "Study",
+    "allocate_bits",
     "attention_errors",
     "compare",
     "estimate",
     "pool",
+    "sensitivity",
 ]

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from oscar_kv.config import OscarConfig
 from oscar_kv.evaluate.ablations import ABLATIONS
+from oscar_kv.evaluate.allocate import Sensitivity
 from oscar_kv.evaluate.compare import REFERENCE
+from oscar_kv.evaluate.methods import BY_LAYER
 from oscar_kv.evaluate.methods import OURS as _PRESETS
 from oscar_kv.extras import import_extra
 
-OURS = {*_PRESETS, *ABLATIONS}
+OURS = {*_PRESETS, *BY_LAYER, *ABLATIONS}
 _BLUE, _GREY = "#08519c", "#6e6e6e"
 
 Point = tuple[str, float, float, float]  # preset, value, and the ends of its interval
@@ -85,3 +88,21 @@ def save_png(figure: Any) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
     return out.getvalue()
+
+
+def allocation_png(found: Sensitivity, config: OscarConfig) -> bytes:
+    """What each layer's keys and values cost in 2 bits, and the bits that they get."""
+    layers = sorted({layer for _, layer in found.kl})
+    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=(2 + 0.3 * len(layers), 5), layout="constrained")
+    for axes, side in zip(figure.subplots(2, 1, sharex=True, sharey=True), ("key", "value"), strict=True):
+        kl = [found.kl[side, layer] for layer in layers]
+        axes.bar(range(len(layers)), kl, color=_BLUE)
+        for x, layer in enumerate(layers):
+            bits = getattr(config.for_layer(layer), f"{side}_bits")
+            bold = "bold" if bits != getattr(config, f"{side}_bits") else "normal"
+            axes.annotate(str(bits), (x, kl[x]), ha="center", va="bottom", fontsize="small", fontweight=bold)
+        axes.set_ylabel(f"KL, {side}s in 2 bits")
+        axes.margins(y=0.15)
+    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers], fontsize="small")
+    axes.set_xlabel("layer; above the bars: bits that it gets")
+    return save_png(figure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from oscar_kv import baselines
 from oscar_kv.baselines import AnyMethod, Method, Peer, make_cache
 from oscar_kv.config import OscarConfig
 from oscar_kv.evaluate.ablations import ABLATIONS
+from oscar_kv.evaluate.allocate import allocate_bits
 from oscar_kv.evaluate.compare import REFERENCE
 
 PRESETS = {
@@ -26,14 +27,30 @@ OURS = {
     **PRESETS,
     "paper-float-zero": replace(OscarConfig.paper(), zero_point="float"),
 }
-METHODS: Mapping[str, AnyMethod] = {**OURS, **ABLATIONS, **baselines.METHODS}
+
+
+@dataclass(frozen=True)
+class ByLayer:
+    """A configuration whose layers get bits where a model needs them: see :func:`~oscar_kv.evaluate.allocate_bits`.
+
+    Args:
+        config: What all layers start from.
+        max_bits: Bits per packed number that are not exceeded.
+    """
+
+    config: OscarConfig
+    max_bits: float
+
+
+BY_LAYER = {"quality-by-layer": ByLayer(OscarConfig.quality(), 3.05)}
+METHODS: Mapping[str, AnyMethod | ByLayer] = {**OURS, **BY_LAYER, **ABLATIONS, **baselines.METHODS}
 DEFAULT_METHODS = (*OURS, "kivi")  # what is compared when nothing is asked for
 
 
 def family(name: str) -> str:
     """The method that an entry of :data:`METHODS` is a setting of."""
     method = METHODS[name]
-    if name in OURS or name in ABLATIONS:
+    if isinstance(method, ByLayer) or name in OURS or name in ABLATIONS:
         return "OScaR"
     if isinstance(method, OscarConfig):
         return "KIVI"
@@ -41,8 +58,10 @@ def family(name: str) -> str:
 
 
 def calibrated(name: str, model: PreTrainedModel, ids: Tensor) -> AnyMethod:
-    """An entry of :data:`METHODS`, with what it learns from a text (1, n)."""
+    """An entry of :data:`METHODS`, with what it learns from a text (1, n), or of the model alone."""
     method = METHODS[name]
+    if isinstance(method, ByLayer):
+        return allocate_bits(model, method.config, max_bits=method.max_bits)
     return method.calibrated(model, ids) if isinstance(method, Method) else method
 
 
