@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oscar_kv import results
-from oscar_kv.cli.shared import DtypeOption, ModelOption, Preset, PresetOption, errors_in_one_line, progress_bar
+from oscar_kv.cli.shared import DtypeOption, ModelArgument, Preset, PresetOption, errors_in_one_line, progress_bar
 from oscar_kv.config import REPORT_FORMAT, OscarConfig
 from oscar_kv.evaluate import PRESETS, Sensitivity, allocate_bits, sensitivity
 from oscar_kv.extras import import_extra
@@ -20,7 +20,7 @@ from oscar_kv.loading import load
 
 
 def allocate(
-    model: ModelOption,
+    model: ModelArgument,
     preset: PresetOption = Preset.QUALITY,
     max_bits: Annotated[float, typer.Option(help="Bits per packed number, metadata included.")] = 3.05,
     out: Annotated[Path | None, typer.Option(help="JSON file for OscarConfig.from_report().")] = None,

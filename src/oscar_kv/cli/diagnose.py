@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from oscar_kv.cli.shared import TextOption, errors_in_one_line, progress_bar, text_of
+from oscar_kv.cli.shared import ModelArgument, TextOption, errors_in_one_line, progress_bar, text_of
 from oscar_kv.diagnose import Report
 from oscar_kv.diagnose import diagnose as run
 from oscar_kv.diagnose.capture import packed_layers
@@ -22,7 +22,7 @@ _FILE = {"exists": True, "dir_okay": False}
 
 
 def diagnose(
-    model: Annotated[str, typer.Argument(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')],
+    model: ModelArgument,
     text_file: TextOption = None,
     image: Annotated[list[Path] | None, typer.Option(**_FILE, help="Image before the text; may be repeated.")] = None,
     audio: Annotated[list[Path] | None, typer.Option(**_FILE, help="Sound before the text; may be repeated.")] = None,

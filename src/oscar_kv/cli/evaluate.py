@@ -13,6 +13,7 @@ import oscar_kv
 from oscar_kv import results
 from oscar_kv.cli.shared import (
     DtypeOption,
+    ModelArgument,
     TextOption,
     errors_in_one_line,
     known_methods,
@@ -22,14 +23,14 @@ from oscar_kv.cli.shared import (
 )
 from oscar_kv.evaluate import DEFAULT_METHODS, METHODS, Study
 from oscar_kv.evaluate.report import write_report
-from oscar_kv.loading import CALIBRATION_TOKENS, DEMO_MODEL, DEMO_TITLE, calibration_text, first_tokens, load, prose
+from oscar_kv.loading import CALIBRATION_TOKENS, calibration_text, first_tokens, load, prose
 
 app = typer.Typer(help="Measure what a packed cache costs in accuracy.", no_args_is_help=True)
 
 
 @app.command()
 def fidelity(
-    model: Annotated[str, typer.Argument(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')],
+    model: ModelArgument,
     text_file: Annotated[
         list[Path] | None,
         typer.Option(exists=True, dir_okay=False, help="UTF-8 text; may be repeated (default: Python's reference)."),
@@ -95,7 +96,7 @@ def _fidelity_table(rows: list[dict[str, str]], title: str) -> Table:
 
 @app.command()
 def attention(
-    model: Annotated[str, typer.Argument(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')],
+    model: ModelArgument,
     preset: Annotated[list[str], typer.Option("--preset", "--method", help="As in eval fidelity; may be repeated.")],
     text_file: TextOption = None,
     tokens: Annotated[int, typer.Option(min=300, help="Length of the text.")] = 1024,

@@ -14,6 +14,7 @@ import oscar_kv
 from oscar_kv import results
 from oscar_kv.cli.shared import (
     DtypeOption,
+    ModelArgument,
     TextOption,
     errors_in_one_line,
     known_methods,
@@ -25,11 +26,10 @@ from oscar_kv.evaluate import METHODS, REFERENCE, GenerationStudy, RecallStudy
 from oscar_kv.evaluate.paired import PairedStudy
 from oscar_kv.evaluate.recall import ALL_DEPTHS
 from oscar_kv.evaluate.windows import windows
-from oscar_kv.loading import CALIBRATION_TOKENS, DEMO_MODEL, DEMO_TITLE, calibration_text, first_tokens, load
+from oscar_kv.loading import CALIBRATION_TOKENS, calibration_text, first_tokens, load
 
 _DEFAULT = ("default", "quality")
 
-ModelArgument = Annotated[str, typer.Argument(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')]
 MethodsOption = Annotated[
     list[str] | None,
     typer.Option(

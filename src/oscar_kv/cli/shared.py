@@ -25,7 +25,9 @@ class Preset(StrEnum):
     PAPER = "paper"
 
 
-ModelOption = Annotated[str, typer.Option(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')]
+_MODEL = f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.'
+ModelOption = Annotated[str, typer.Option(help=_MODEL)]
+ModelArgument = Annotated[str, typer.Argument(help=_MODEL)]
 DtypeOption = Annotated[str, typer.Option(help="The model's dtype: auto (its own), bfloat16, float16 or float32.")]
 AttentionOption = Annotated[
     str, typer.Option(help="oscar reads the packed bytes; sdpa, eager, ... a dequantized copy.")

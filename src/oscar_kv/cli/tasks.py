@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 
 from oscar_kv.cache_layer import ATTENTION_NAME
-from oscar_kv.cli.shared import AttentionOption, DtypeOption, errors_in_one_line
+from oscar_kv.cli.shared import AttentionOption, DtypeOption, ModelArgument, errors_in_one_line
 from oscar_kv.cli.task_options import CacheOption, CsvOption, FolderOption, ForceOption, LimitOption
 from oscar_kv.cli.task_rows import ITEMS, check_file, report
 from oscar_kv.extras import import_extra
-from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, demo_folder, load
+from oscar_kv.loading import DEMO_MODEL, demo_folder, load
 from oscar_kv.tasks.caches import chosen
 from oscar_kv.tasks.compare import compare
 from oscar_kv.tasks.presets import TASK_SETS, task_set
@@ -23,7 +23,7 @@ from oscar_kv.tasks.records import Records, Setting
 
 
 def tasks(
-    model: Annotated[str, typer.Argument(help=f'Hub id or folder; "{DEMO_MODEL}" is {DEMO_TITLE}.')],
+    model: ModelArgument,
     task: Annotated[
         list[str], typer.Option(help=f"{', '.join(TASK_SETS)}, or a task or group of lm-eval; may be repeated.")
     ],
