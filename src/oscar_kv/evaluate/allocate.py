@@ -23,20 +23,26 @@ from oscar_kv.support import head_dims, kv_heads
 _LENGTH = 2 * BLOCK_TOKENS  # random tokens, that come twice
 _LEAD = 8  # of the second time, after which a model has found the first
 _LAYERS_AT_ONCE = 8  # whose caches are held side by side
-_SIDES, _WIDTHS = ("key", "value"), (2, 3, 4)
-_SETTINGS: dict[tuple[str, int], dict[str, Any]] = {  # fields of a side by its bits
-    ("key", 2): {"key_bits": 2, "key_shrink": 0.9},
-    ("key", 3): {"key_bits": 3, "key_shrink": 1.0},
-    ("key", 4): {"key_bits": 4, "key_shrink": 1.0},
-    ("value", 2): {"value_bits": 2},
-    ("value", 3): {"value_bits": 3, "value_gain": 1.0},
-    ("value", 4): {"value_bits": 4, "value_gain": 1.0},
+_SIDES = ("key", "value")
+_LEVELS: dict[str, list[tuple[dict[str, Any], float]]] = {  # of a side: fields, and error against that of plain 2 bits
+    "key": [
+        ({"key_bits": 2, "key_shrink": 0.9, "key_group": 64}, 1.4),
+        ({"key_bits": 2, "key_shrink": 0.9, "key_group": 32}, 1.0),
+        ({"key_bits": 3, "key_shrink": 1.0, "key_group": 32}, 1 / 4),
+        ({"key_bits": 4, "key_shrink": 1.0, "key_group": 32}, 1 / 16),
+    ],
+    "value": [
+        ({"value_bits": 2, "value_gain": 1.1}, 1.0),
+        ({"value_bits": 3, "value_gain": 1.0}, 1 / 4),
+        ({"value_bits": 4, "value_gain": 1.0}, 1 / 16),
+    ],
 }
-_WORTH = 4.0  # so many times more must a bit be worth where it goes than where it is taken from
-_UNSEEN = 0.5  # of the mean sensitivity, which any layer may have on what the probe does not show
+_PLAIN = {"key": 1, "value": 0}  # the level that is measured
+_UNSEEN = 0.1  # of the mean sensitivity, which any layer may have on what the probe does not show
+_WORTH = 10.0  # so many times more must a step be worth than one that is taken back for it, for the same reason
 
 Place = tuple[str, int]  # side and layer
-Bits = dict[Place, int]
+Levels = dict[Place, int]
 Progress = Callable[[int, int], None]
 
 
@@ -71,7 +77,7 @@ def sensitivity(model: PreTrainedModel, *, seed: int = 0, progress: Progress | N
     with replaced_attention(model, ATTENTION_NAME):
         for first in range(0, len(layers), _LAYERS_AT_ONCE):
             some = layers[first : first + _LAYERS_AT_ONCE]
-            configs = {(side, i): replace(exact, layers={i: _SETTINGS[side, 2]}) for i in some for side in _SIDES}
+            configs = {(side, i): replace(exact, layers={i: _plain(side)}) for i in some for side in _SIDES}
             caches = {f"{side} {i}": partial(OscarCache, model.config, config) for (side, i), config in configs.items()}
             caches["exact"] = partial(OscarCache, model.config, exact)  # what the order of rounding alone changes
             kl = {name: x.kl for name, x in compare(model, ids, caches, start=_LENGTH + _LEAD).items()}
@@ -89,84 +95,88 @@ def allocate_bits(
     measured: Sensitivity | None = None,
     progress: Progress | None = None,
 ) -> OscarConfig:
-    """Give the keys and values of single layers more bits, those first that need them most.
+    """Give the keys and values of single layers 2, 3 or 4 bits, more where they are worth most.
 
-    A bit more makes a layer's error a quarter. While ``max_bits`` allows, the side of a layer whose error then falls
-    the most gets a bit, up to 4; after that, bits move from where they are hardly needed.
+    One bit more makes the error of a side of a layer a quarter. While ``max_bits`` allows, the side whose error then
+    falls the most gets one. After that bits move, where they are worth ten times as much as where they come from; keys
+    of 2 bits may have groups of 64 for it.
 
     Args:
         model: A decoder model.
-        config: What all layers start from: 2, 3 or 4 bits, and no layers with settings of their own.
-        max_bits: Bits per packed number that must not be exceeded, codes, scales, zeros and norms included.
+        config: What all layers start from; the default is ``OscarConfig.quality()``.
+        max_bits: Bits per packed number that are not exceeded, codes, scales, zeros and norms included.
         measured: From :func:`sensitivity`; None measures it.
         progress: As for :func:`sensitivity`.
 
     Returns:
-        The configuration with ``layers``.
+        The configuration, with ``layers``.
 
     Raises:
-        ValueError: The configuration takes more than ``max_bits``, has settings for layers, or is of other widths.
+        ValueError: The configuration takes more than ``max_bits``, has settings for layers, or other widths.
 
     Example:
         >>> from oscar_kv.evaluate import allocate_bits
-        >>> config = allocate_bits(model, OscarConfig.quality(), max_bits=3.05)  # doctest: +SKIP
+        >>> config = allocate_bits(model, max_bits=3.05)  # doctest: +SKIP
         >>> oscar_kv.enable(model, config)  # doctest: +SKIP
     """
-    config = OscarConfig() if config is None else config
-    widths = dict(zip(_SIDES, (config.key_bits, config.value_bits), strict=True))
-    if config.layers or not {*widths.values()} <= set(_WIDTHS):
+    config = OscarConfig.quality() if config is None else config
+    widths = config.key_bits, config.value_bits
+    if config.layers or not {*widths} <= {2, 3, 4}:
         raise ValueError(f"bits are allocated from 2, 3 or 4 in all layers alike, not from {config}")
-    size = _Size(config, model.config)
-    if (least := size.bits(config)) > max_bits:
-        raise ValueError(f"this configuration takes {least:.3f} bits, more than max_bits={max_bits:g}")
+    start = {"key": widths[0] - 1, "value": widths[1] - 2}
+    bits = _Bits(model.config)
+    levels = {(side, layer): start[side] for side in _SIDES for layer in bits.shapes}
+    if (least := bits(_with(config, levels, start))) > max_bits:
+        raise ValueError(f"the configuration takes {least:.3f} bits, more than max_bits={max_bits:g}")
     found = sensitivity(model, progress=progress) if measured is None else measured
-    bits: Bits = {(side, layer): widths[side] for side, layer in found.kl}
-    while step := _step(found.kl, bits, lambda changed: size.bits(_with(config, changed)) <= max_bits):
-        bits |= step
-    return _with(config, bits)
+    while step := _step(found.kl, levels, lambda after: bits(_with(config, after, start)) <= max_bits):
+        levels |= step
+    return _with(config, levels, start)
 
 
-def _step(kl: Mapping[Place, float], bits: Bits, fits: Callable[[Bits], bool]) -> Bits:
-    """The next bit: added where it is worth most, or else moved there; empty where none is worth it."""
+def _step(kl: Mapping[Place, float], levels: Levels, fits: Callable[[Levels], bool]) -> Levels:
+    """The next change of levels: one step up, or one up and one down; empty where none is worth it."""
     unseen = _UNSEEN * sum(kl.values()) / len(kl)
 
-    def worth(place: Place, width: int) -> float:  # of the bit beyond this width
-        return 0.75 * (kl[place] + unseen) * 4.0 ** (_WIDTHS[0] - width)
+    def worth(place: Place, level: int) -> float:  # of the step from this level up
+        known = _LEVELS[place[0]]
+        return (kl[place] + unseen) * (known[level][1] - known[level + 1][1])
 
-    raised = sorted((p for p in bits if bits[p] < _WIDTHS[-1]), key=lambda p: worth(p, bits[p]), reverse=True)
-    lowered = sorted((p for p in bits if bits[p] > _WIDTHS[0]), key=lambda p: worth(p, bits[p] - 1))
-    for up in raised:
-        if fits(bits | {up: bits[up] + 1}):
-            return {up: bits[up] + 1}
-    for up in raised:
-        for down in lowered:
-            if down == up or worth(up, bits[up]) <= _WORTH * worth(down, bits[down] - 1):
+    up = {p: worth(p, level) for p, level in levels.items() if level + 1 < len(_LEVELS[p[0]])}
+    down = {p: worth(p, level - 1) for p, level in levels.items() if level > 0}
+    ups = sorted(up, key=lambda p: up[p], reverse=True)
+    for place in ups:
+        if fits(levels | (step := {place: levels[place] + 1})):
+            return step
+    for place in ups:
+        for other in sorted(down, key=lambda p: down[p]):
+            if up[place] <= _WORTH * down[other]:
                 break
-            if fits(bits | (step := {up: bits[up] + 1, down: bits[down] - 1})):
+            if other != place and fits(levels | (step := {place: levels[place] + 1, other: levels[other] - 1})):
                 return step
     return {}
 
 
-def _with(config: OscarConfig, bits: Bits) -> OscarConfig:
-    """A configuration with these widths, which names the layers that differ from it."""
+def _with(config: OscarConfig, levels: Levels, start: Mapping[str, int]) -> OscarConfig:
+    """A configuration with these levels, which names the layers that have others than at the start."""
     layers: dict[int, dict[str, Any]] = {}
-    for (side, layer), width in bits.items():
-        if width != getattr(config, f"{side}_bits"):
-            layers.setdefault(layer, {}).update(_SETTINGS[side, width])
+    for (side, layer), level in levels.items():
+        if level != start[side]:
+            layers.setdefault(layer, {}).update(_LEVELS[side][level][0])
     return replace(config, layers=layers)
 
 
-class _Size:
+class _Bits:
     """Bits per packed number of a model's cache, by the configurations alone."""
 
-    def __init__(self, config: OscarConfig, model: PreTrainedConfig) -> None:
+    def __init__(self, model: PreTrainedConfig) -> None:
         decoder = model.get_text_config(decoder=True)
         self.shapes = {  # heads, and head dimensions of keys and values
             i: (kv_heads(decoder, i), *head_dims(decoder, i)) for i in _packed(model)
         }
         self.elements = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in self.shapes.values())
 
-    def bits(self, config: OscarConfig) -> float:
+    def __call__(self, config: OscarConfig) -> float:
         return sum(_bits_of_token(config.for_layer(i), *shape) for i, shape in self.shapes.items()) / self.elements
 
 
@@ -174,6 +184,10 @@ class _Size:
 def _bits_of_token(config: OscarConfig, heads: int, key_dim: int, value_dim: int) -> float:
     layout = RecordLayout(config, key_dim, value_dim, torch.bfloat16)
     return 8 * heads * layout.record_bytes / BLOCK_TOKENS + 16 * layout.norm_heads(heads)
+
+
+def _plain(side: str) -> dict[str, Any]:
+    return _LEVELS[side][_PLAIN[side]][0]
 
 
 def _packed(config: PreTrainedConfig) -> list[int]:

@@ -31,18 +31,16 @@ OURS = {
 
 @dataclass(frozen=True)
 class ByLayer:
-    """A configuration whose layers get bits where a model needs them: see :func:`~oscar_kv.evaluate.allocate_bits`.
+    """Bits where a model needs them: see :func:`~oscar_kv.evaluate.allocate_bits`.
 
     Args:
-        config: What all layers start from.
         max_bits: Bits per packed number that are not exceeded.
     """
 
-    config: OscarConfig
     max_bits: float
 
 
-BY_LAYER = {"quality-by-layer": ByLayer(OscarConfig.quality(), 3.05)}
+BY_LAYER = {"quality-by-layer": ByLayer(3.05)}
 METHODS: Mapping[str, AnyMethod | ByLayer] = {**OURS, **BY_LAYER, **ABLATIONS, **baselines.METHODS}
 DEFAULT_METHODS = (*OURS, "kivi")  # what is compared when nothing is asked for
 
@@ -61,7 +59,7 @@ def calibrated(name: str, model: PreTrainedModel, ids: Tensor) -> AnyMethod:
     """An entry of :data:`METHODS`, with what it learns from a text (1, n), or of the model alone."""
     method = METHODS[name]
     if isinstance(method, ByLayer):
-        return allocate_bits(model, method.config, max_bits=method.max_bits)
+        return allocate_bits(model, max_bits=method.max_bits)
     return method.calibrated(model, ids) if isinstance(method, Method) else method
 
 
