@@ -36,6 +36,7 @@ def model_path(tmp_path: Path) -> str:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=64,
         eos_token_id=None,
     )
     torch.manual_seed(0)
@@ -46,7 +47,7 @@ def model_path(tmp_path: Path) -> str:
 def test_examples(model_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(model_path)
     names: dict[str, Any] = {"MODEL": model_path, "torch": torch}
-    assert list(EXAMPLES) == ["readme", "cache", "fork", "store", "offload"]
+    assert list(EXAMPLES) == ["readme", "cache", "allocate", "fork", "store", "offload"]
     exec(EXAMPLES["readme"], names)
     exec(EXAMPLES["cache"], names)
     text, numbers = capsys.readouterr().out.rstrip().rsplit("\n", 1)
@@ -56,6 +57,9 @@ def test_examples(model_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     cache = oscar_kv.OscarCache.load("prompt.safetensors", model.config, oscar_kv.OscarConfig.quality())
     assert numbers == f"{cache.memory_bytes()} {cache.bits_per_element()}"
     assert cache.get_seq_length() == len("The KV cache is") + 39  # the last token is not fed back
+    enabled = dict(names)
+    exec(EXAMPLES["allocate"], enabled)
+    assert "generate" in vars(enabled["model"])
     exec(EXAMPLES["fork"], names)
     answers = capsys.readouterr().out
     for question in ("Why is that?", "When is it not?"):
