@@ -19,6 +19,7 @@ from oscar_kv import OscarCache, OscarConfig
 from oscar_kv.cli import app
 from oscar_kv.evaluate import METHODS, Sensitivity, allocate, allocate_bits, sensitivity
 from oscar_kv.evaluate.methods import ByLayer, calibrated, family
+from oscar_kv.evaluate.sensitivity import _probe
 from oscar_kv.footprint import packed_bits
 
 LAYERS = 3
@@ -117,12 +118,13 @@ def test_the_probe_finds_the_layer_that_counts() -> None:
 
 
 def test_the_probe_is_random_tokens_twice() -> None:
-    ids = allocate._probe(make_model("llama", bos_token_id=1, vocab_size=512).config, seed=0)
+    config = make_model("llama", bos_token_id=1, vocab_size=512).config
+    ids = _probe(config, seed=0)
     assert ids.shape == (1, 513)
     assert ids[0, 0] == 1
     assert torch.equal(ids[:, 1:257], ids[:, 257:])
     assert len(ids.unique()) > 100
-    assert not torch.equal(ids, allocate._probe(make_model("llama", bos_token_id=1, vocab_size=512).config, seed=1))
+    assert not torch.equal(ids, _probe(config, seed=1))
 
 
 @pytest.mark.parametrize(

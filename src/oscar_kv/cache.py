@@ -315,3 +315,12 @@ class OscarCache(DynamicCache):
         cache = cls(config, oscar_config, max_length=max_length, offload=offload)
         cache.load_state_dict(state)
         return cache
+
+
+def packed_layers(config: PreTrainedConfig) -> list[int]:
+    """The layers of a model that an :class:`OscarCache` packs.
+
+    Raises:
+        NotImplementedError: The architecture is not supported.
+    """
+    return [i for i, layer in enumerate(OscarCache(config).layers) if isinstance(layer, OscarLayer)]

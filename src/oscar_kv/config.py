@@ -103,12 +103,10 @@ class OscarConfig:
 
     @classmethod
     def from_report(cls, report: str | PathLike[str] | Mapping[str, Any]) -> OscarConfig:
-        """What ``oscar-kv diagnose`` recommends.
-
-        The bits that it advises for single layers are in ``layers``.
+        """What ``oscar-kv diagnose`` recommends, or ``oscar-kv allocate`` has found.
 
         Args:
-            report: The path of a ``report.json``, or what is in it.
+            report: The path of a ``report.json``, or of what ``allocate`` wrote; or what is in it.
 
         Raises:
             ValueError: It is no such report, or one of another version.

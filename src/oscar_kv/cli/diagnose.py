@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from oscar_kv.cache import packed_layers
 from oscar_kv.cli.shared import ModelArgument, TextOption, errors_in_one_line, progress_bar, text_of
 from oscar_kv.diagnose import Report
 from oscar_kv.diagnose import diagnose as run
-from oscar_kv.diagnose.capture import packed_layers
 from oscar_kv.extras import import_extra
 from oscar_kv.loading import DEMO_MODEL, DEMO_TITLE, first_tokens, load
 from oscar_kv.multimodal import is_text_model, load_multimodal, message

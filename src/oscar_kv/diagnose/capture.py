@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from oscar_kv.cache import OscarCache
-from oscar_kv.cache_layer import OscarLayer
+from oscar_kv.cache import packed_layers
 from oscar_kv.config import BLOCK_TOKENS
 from oscar_kv.integrations.transformers import oscar_attention
 
@@ -45,15 +44,6 @@ class LayerStates:
     scaling: float
     softcap: float | None
     sink_logits: Tensor | None
-
-
-def packed_layers(config: PreTrainedConfig) -> list[int]:
-    """The layers that an :class:`~oscar_kv.OscarCache` packs.
-
-    Raises:
-        NotImplementedError: The architecture is not supported.
-    """
-    return [i for i, layer in enumerate(OscarCache(config).layers) if isinstance(layer, OscarLayer)]
 
 
 @torch.inference_mode()

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 import oscar_kv
 from oscar_kv import results
-from oscar_kv.cache import OscarCache
+from oscar_kv.cache import OscarCache, packed_layers
 from oscar_kv.config import BLOCK_TOKENS, REPORT_FORMAT
-from oscar_kv.diagnose.capture import LayerStates, capture, packed_layers
+from oscar_kv.diagnose.capture import LayerStates, capture
 from oscar_kv.diagnose.layer import LayerDiagnosis, diagnose_layer
 from oscar_kv.diagnose.recommend import recommend
 from oscar_kv.diagnose.report import Report, model_section, notes

@@ -1,90 +1,38 @@
-"""Bits for single layers: more where they are worth most, by what a probe of random tokens shows. Needs no text."""
+"""Bits for single layers: more where they are worth most."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from oscar_kv.cache import OscarCache
-from oscar_kv.cache_layer import ATTENTION_NAME, OscarLayer
+from oscar_kv.cache import packed_layers
 from oscar_kv.config import BLOCK_TOKENS, OscarConfig
-from oscar_kv.evaluate.compare import compare
-from oscar_kv.integrations.switch import replaced_attention
-from oscar_kv.integrations.transformers import register
+from oscar_kv.evaluate.sensitivity import PLAIN, Place, Progress, Sensitivity, sensitivity
 from oscar_kv.pack import RecordLayout
 from oscar_kv.support import head_dims, kv_heads
 
-_LENGTH = 2 * BLOCK_TOKENS  # random tokens, that come twice
-_LEAD = 8  # of the second time, after which a model has found the first
-_LAYERS_AT_ONCE = 8  # whose caches are held side by side
-_SIDES = ("key", "value")
 _LEVELS: dict[str, list[tuple[dict[str, Any], float]]] = {  # of a side: fields, and error against that of plain 2 bits
     "key": [
         ({"key_bits": 2, "key_shrink": 0.9, "key_group": 64}, 1.4),
-        ({"key_bits": 2, "key_shrink": 0.9, "key_group": 32}, 1.0),
+        (PLAIN["key"], 1.0),
         ({"key_bits": 3, "key_shrink": 1.0, "key_group": 32}, 1 / 4),
         ({"key_bits": 4, "key_shrink": 1.0, "key_group": 32}, 1 / 16),
     ],
     "value": [
-        ({"value_bits": 2, "value_gain": 1.1}, 1.0),
+        (PLAIN["value"], 1.0),
         ({"value_bits": 3, "value_gain": 1.0}, 1 / 4),
         ({"value_bits": 4, "value_gain": 1.0}, 1 / 16),
     ],
 }
-_PLAIN = {"key": 1, "value": 0}  # the level that is measured
 _UNSEEN = 0.1  # of the mean sensitivity, which any layer may have on what the probe does not show
 _WORTH = 10.0  # so many times more must a step be worth than one that is taken back for it, for the same reason
 
-Place = tuple[str, int]  # side and layer
 Levels = dict[Place, int]
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """What each layer's keys and values cost when they alone are packed in 2 bits.
-
-    Args:
-        kl: By side ("key", "value") and layer, the mean KL divergence of the predictions, in nats.
-    """
-
-    kl: Mapping[Place, float]
-
-
-def sensitivity(model: PreTrainedModel, *, seed: int = 0, progress: Progress | None = None) -> Sensitivity:
-    """Measure where packing hurts a model's memory of what it has read, one layer and side at a time.
-
-    The probe is 256 random tokens, twice. What a model predicts the second time it has from the first alone, which is
-    packed by then: so the layers show that look things up in the text (Olsson et al., "In-context Learning and
-    Induction Heads", arXiv 2209.11895), and no text has to be chosen.
-
-    Args:
-        model: A decoder model.
-        seed: Of the random tokens.
-        progress: Called with the layers done and the layers in all.
-    """
-    register()
-    layers = _packed(model.config)
-    exact = OscarConfig(key_bits=16, value_bits=16)
-    ids = _probe(model.config, seed).to(model.device)
-    found: dict[Place, float] = {}
-    with replaced_attention(model, ATTENTION_NAME):
-        for first in range(0, len(layers), _LAYERS_AT_ONCE):
-            some = layers[first : first + _LAYERS_AT_ONCE]
-            configs = {(side, i): replace(exact, layers={i: _plain(side)}) for i in some for side in _SIDES}
-            caches = {f"{side} {i}": partial(OscarCache, model.config, config) for (side, i), config in configs.items()}
-            caches["exact"] = partial(OscarCache, model.config, exact)  # what the order of rounding alone changes
-            kl = {name: x.kl for name, x in compare(model, ids, caches, start=_LENGTH + _LEAD).items()}
-            found |= {(side, i): max(0.0, kl[f"{side} {i}"] - kl["exact"]) for side, i in configs}
-            if progress is not None:
-                progress(first + len(some), len(layers))
-    return Sensitivity(found)
 
 
 def allocate_bits(
@@ -125,7 +73,7 @@ def allocate_bits(
         raise ValueError(f"bits are allocated from 2, 3 or 4 in all layers alike, not from {config}")
     start = {"key": widths[0] - 1, "value": widths[1] - 2}
     bits = _Bits(model.config)
-    levels = {(side, layer): start[side] for side in _SIDES for layer in bits.shapes}
+    levels = {(side, layer): start[side] for side in PLAIN for layer in bits.shapes}
     if (least := bits(_with(config, levels, start))) > max_bits:
         raise ValueError(f"the configuration takes {least:.3f} bits, more than max_bits={max_bits:g}")
     found = sensitivity(model, progress=progress) if measured is None else measured
@@ -172,7 +120,7 @@ class _Bits:
     def __init__(self, model: PreTrainedConfig) -> None:
         decoder = model.get_text_config(decoder=True)
         self.shapes = {  # heads, and head dimensions of keys and values
-            i: (kv_heads(decoder, i), *head_dims(decoder, i)) for i in _packed(model)
+            i: (kv_heads(decoder, i), *head_dims(decoder, i)) for i in packed_layers(model)
         }
         self.elements = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in self.shapes.values())
 
@@ -184,21 +132,3 @@ class _Bits:
 def _bits_of_token(config: OscarConfig, heads: int, key_dim: int, value_dim: int) -> float:
     layout = RecordLayout(config, key_dim, value_dim, torch.bfloat16)
     return 8 * heads * layout.record_bytes / BLOCK_TOKENS + 16 * layout.norm_heads(heads)
-
-
-def _plain(side: str) -> dict[str, Any]:
-    return _LEVELS[side][_PLAIN[side]][0]
-
-
-def _packed(config: PreTrainedConfig) -> list[int]:
-    return [i for i, layer in enumerate(OscarCache(config).layers) if isinstance(layer, OscarLayer)]
-
-
-def _probe(config: PreTrainedConfig, seed: int) -> Tensor:
-    """The token that texts start with, if there is one, and random tokens twice: int64 (1, n)."""
-    decoder = config.get_text_config(decoder=True)
-    size = decoder.vocab_size  # tokens that mean something special are at its ends
-    tokens = torch.randint(size // 100, size // 2, (1, _LENGTH), generator=torch.Generator().manual_seed(seed))
-    start = decoder.bos_token_id
-    first = torch.full((1, 0 if start is None else 1), 0 if start is None else start)
-    return torch.cat((first, tokens, tokens), dim=1)

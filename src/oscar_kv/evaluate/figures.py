@@ -9,10 +9,10 @@ from typing import Any
 
 from oscar_kv.config import OscarConfig
 from oscar_kv.evaluate.ablations import ABLATIONS
-from oscar_kv.evaluate.allocate import Sensitivity
 from oscar_kv.evaluate.compare import REFERENCE
 from oscar_kv.evaluate.methods import BY_LAYER
 from oscar_kv.evaluate.methods import OURS as _PRESETS
+from oscar_kv.evaluate.sensitivity import Sensitivity
 from oscar_kv.extras import import_extra
 
 OURS = {*_PRESETS, *BY_LAYER, *ABLATIONS}
