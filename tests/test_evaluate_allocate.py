@@ -140,6 +140,11 @@ def test_refused(config: OscarConfig, max_bits: float, match: str) -> None:
         allocate_bits(llama(), config, max_bits=max_bits, measured=MEASURED)
 
 
+def test_what_was_measured_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="other layers"):
+        allocate_bits(make_model("llama", vocab_size=512), max_bits=9.0, measured=MEASURED)
+
+
 def test_as_a_method() -> None:
     model = llama(head_dim=64)
     method = METHODS["quality-by-layer"]
@@ -170,6 +175,13 @@ def test_command(tmp_path: Path) -> None:
     assert config == allocate_bits(model, max_bits=3.05)
     assert set(json.loads((tmp_path / "x.json").read_text())["kl_at_2_bits"]) == {"key", "value"}
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    told = ["generate", "--model", str(tmp_path / "model"), "--report", str(tmp_path / "x.json"), "--no-chat"]
+    written = CliRunner().invoke(app, [*told, "--prompt", 300 * "x", "--max-new-tokens", "4"])
+    assert written.exit_code == 0, written.output
+    cache = OscarCache(model.config, config)
+    with oscar_kv.enable(model), torch.inference_mode():
+        model(torch.zeros(1, 303, dtype=torch.long), past_key_values=cache)
+    assert f"303 tokens in {cache.memory_bytes()['total']:,} bytes" in " ".join(written.output.split())
     refused = CliRunner().invoke(app, [*arguments, "--max-bits", "2.5"])
     assert refused.exit_code == 1
     assert "more than max_bits=2.5" in refused.output

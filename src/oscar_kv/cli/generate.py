@@ -13,6 +13,7 @@ import oscar_kv
 from oscar_kv.cache import OscarCache
 from oscar_kv.cache_layer import ATTENTION_NAME
 from oscar_kv.cli.shared import AttentionOption, ModelOption, Preset, PresetOption, errors_in_one_line
+from oscar_kv.config import OscarConfig
 from oscar_kv.evaluate import PRESETS
 from oscar_kv.integrations.transformers import CACHE_ARGUMENT
 from oscar_kv.loading import load
@@ -23,6 +24,9 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A UTF-8 file with it.")] = None,
     preset: PresetOption = Preset.DEFAULT,
+    report: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="What diagnose or allocate wrote, not a preset.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the model's chat template (default: if it has one).")
@@ -34,12 +38,13 @@ def generate(
         raise typer.BadParameter("give either --prompt or --prompt-file")
     with errors_in_one_line():
         text = prompt if prompt_file is None else prompt_file.read_text(encoding="utf-8")
+        config = PRESETS[preset] if report is None else OscarConfig.from_report(report)
         console = Console()
         with console.status(f"loading {model}"):
             lm, tokenizer = load(model)
         inputs = _encode(tokenizer, text or "", chat).to(lm.device)
-        with oscar_kv.enable(lm, PRESETS[preset], attention=attention) as enabled:
-            cache = OscarCache(lm.config, PRESETS[preset])
+        with oscar_kv.enable(lm, config, attention=attention) as enabled:
+            cache = OscarCache(lm.config, config)
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
             options = {CACHE_ARGUMENT: cache, "max_new_tokens": max_new_tokens, "streamer": streamer}
             enabled.generate(**inputs, do_sample=False, **options)

@@ -60,7 +60,8 @@ def allocate_bits(
         The configuration, with ``layers``.
 
     Raises:
-        ValueError: The configuration takes more than ``max_bits``, has settings for layers, or other widths.
+        ValueError: The configuration takes more than ``max_bits``, has settings for layers, or other widths; or
+            ``measured`` is of another model.
 
     Example:
         >>> from oscar_kv.evaluate import allocate_bits
@@ -76,6 +77,8 @@ def allocate_bits(
     levels = {(side, layer): start[side] for side in PLAIN for layer in bits.shapes}
     if (least := bits(_with(config, levels, start))) > max_bits:
         raise ValueError(f"the configuration takes {least:.3f} bits, more than max_bits={max_bits:g}")
+    if measured is not None and set(measured.kl) != set(levels):
+        raise ValueError("what was measured is of a model with other layers")
     found = sensitivity(model, progress=progress) if measured is None else measured
     while step := _step(found.kl, levels, lambda after: bits(_with(config, after, start)) <= max_bits):
         levels |= step
