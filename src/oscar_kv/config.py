@@ -163,10 +163,12 @@ class OscarConfig:
 
     def _check_layers(self) -> None:
         known = {field.name for field in fields(self)} - {"layers", "residual_length"}
+        if not isinstance(self.layers, Mapping):
+            raise ValueError(f"layers must map numbers of layers to their fields, not {self.layers!r}")
         layers: dict[int, dict[str, Any]] = {}
-        for index, own in self.layers.items() if isinstance(self.layers, Mapping) else [(self.layers, None)]:
+        for index, own in self.layers.items():
             if not str(index).isdecimal() or not isinstance(own, Mapping):  # in JSON the numbers are strings
-                raise ValueError(f"layers must give numbers of layers and fields of each, not {index!r}: {own!r}")
+                raise ValueError(f"layers must map numbers of layers to their fields, not {index!r} to {own!r}")
             if unknown := sorted(set(own) - known):
                 raise ValueError(f"layers[{index}]: what may differ is not {', '.join(unknown)}")
             layers[int(index)] = dict(own)
