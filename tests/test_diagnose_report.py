@@ -113,6 +113,14 @@ def test_from_report_refuses_what_is_none(report, message):
         OscarConfig.from_report(report)
 
 
+@pytest.mark.parametrize("content", [b"# a page", b"", bytes(range(128, 256))])
+def test_from_report_refuses_what_is_no_json(tmp_path, content):
+    path = tmp_path / "notes.md"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"notes\.md is not a report of oscar-kv diagnose or allocate"):
+        OscarConfig.from_report(path)
+
+
 def test_from_report_refuses_other_json(tmp_path):
     path = tmp_path / "list.json"
     path.write_text("[1]")

@@ -185,4 +185,5 @@ def test_command(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*arguments, "--max-bits", "2.5"])
     assert refused.exit_code == 1
     assert "more than max_bits=2.5" in refused.output
+    assert f"{LAYERS}/{LAYERS}" not in refused.output  # nothing was measured before
     assert replace(config, layers={}) == OscarConfig.quality()

@@ -83,8 +83,7 @@ class OscarCache(DynamicCache):
         layers = [self._layer(i, layer) for i, layer in enumerate(plain_layers(config))]
         super().__init__(config=config)
         self.layers = layers
-        packed = {i for i, layer in enumerate(layers) if isinstance(layer, OscarLayer)}
-        if strange := sorted(set(self.oscar_config.layers) - packed):
+        if strange := sorted(set(self.oscar_config.layers) - set(self.packed_indices)):
             raise ValueError(f"the configuration has settings for layers that are not packed: {strange}")
         if not self.packed_layers:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
@@ -101,6 +100,11 @@ class OscarCache(DynamicCache):
     def _common(self, index: int) -> Common:
         own = (self.oscar_config.for_layer(index), self.packed, self.max_length, self.shares_keys)
         return Common(*own, self.timeline, self.padding, self.host)
+
+    @property
+    def packed_indices(self) -> list[int]:
+        """The numbers of the layers that this cache packs."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, OscarLayer)]
 
     @property
     def packed_layers(self) -> list[OscarLayer]:
@@ -323,4 +327,4 @@ def packed_layers(config: PreTrainedConfig) -> list[int]:
     Raises:
         NotImplementedError: The architecture is not supported.
     """
-    return [i for i, layer in enumerate(OscarCache(config).layers) if isinstance(layer, OscarLayer)]
+    return OscarCache(config).packed_indices

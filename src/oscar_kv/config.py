@@ -112,7 +112,10 @@ class OscarConfig:
             ValueError: It is no such report, or one of another version.
         """
         if not isinstance(report, Mapping):
-            report = json.loads(Path(report).read_text(encoding="utf-8"))
+            try:
+                report = json.loads(Path(report).read_text(encoding="utf-8"))
+            except ValueError as error:  # of the decoding of its bytes, or of JSON
+                raise ValueError(f"{report} is not a report of oscar-kv diagnose or allocate: {error}") from error
         found = report.get("format") if isinstance(report, Mapping) else None
         if not isinstance(report, Mapping) or found != REPORT_FORMAT:
             raise ValueError(f"not a report of oscar-kv diagnose in format {REPORT_FORMAT}: its format is {found!r}")
@@ -184,7 +187,7 @@ class OscarConfig:
 
     def for_layer(self, index: int) -> OscarConfig:
         """What one layer's keys and values are quantized with: the same for all, but for those in ``layers``."""
-        return replace(self, layers={}, **self.layers.get(index, {}))
+        return replace(self, layers={}, **self.layers.get(index, {})) if self.layers else self
 
     def resolve_value_group(self, head_dim: int) -> int:
         """Channels per value group at this value head dimension.

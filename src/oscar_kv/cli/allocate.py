@@ -15,6 +15,7 @@ from oscar_kv import results
 from oscar_kv.cli.shared import DtypeOption, ModelArgument, Preset, PresetOption, errors_in_one_line, progress_bar
 from oscar_kv.config import REPORT_FORMAT, OscarConfig
 from oscar_kv.evaluate import PRESETS, Sensitivity, allocate_bits, sensitivity
+from oscar_kv.evaluate.allocate import check_start
 from oscar_kv.extras import import_extra
 from oscar_kv.loading import load
 
@@ -34,6 +35,7 @@ def allocate(
         console = Console()
         with console.status(f"loading {model}"):
             lm, _ = load(model, dtype)
+        check_start(PRESETS[preset], lm.config, max_bits)
         with progress_bar(console) as progress:
             task = progress.add_task("layers", total=None)
             found = sensitivity(lm, progress=lambda done, total: progress.update(task, completed=done, total=total))

@@ -69,20 +69,28 @@ def allocate_bits(
         >>> oscar_kv.enable(model, config)  # doctest: +SKIP
     """
     config = OscarConfig.quality() if config is None else config
-    widths = config.key_bits, config.value_bits
-    if config.layers or not {*widths} <= {2, 3, 4}:
-        raise ValueError(f"bits are allocated from 2, 3 or 4 in all layers alike, not from {config}")
-    start = {"key": widths[0] - 1, "value": widths[1] - 2}
+    check_start(config, model.config, max_bits)
+    start = {"key": config.key_bits - 1, "value": config.value_bits - 2}
     bits = _Bits(model.config)
     levels = {(side, layer): start[side] for side in PLAIN for layer in bits.shapes}
-    if (least := bits(_with(config, levels, start))) > max_bits:
-        raise ValueError(f"the configuration takes {least:.3f} bits, more than max_bits={max_bits:g}")
     if measured is not None and set(measured.kl) != set(levels):
         raise ValueError("what was measured is of a model with other layers")
     found = sensitivity(model, progress=progress) if measured is None else measured
     while step := _step(found.kl, levels, lambda after: bits(_with(config, after, start)) <= max_bits):
         levels |= step
     return _with(config, levels, start)
+
+
+def check_start(config: OscarConfig, model: PreTrainedConfig, max_bits: float) -> None:
+    """Refuse what bits cannot be allocated from, before anything is measured.
+
+    Raises:
+        ValueError: As for :func:`allocate_bits`.
+    """
+    if config.layers or not {config.key_bits, config.value_bits} <= {2, 3, 4}:
+        raise ValueError(f"bits are allocated from 2, 3 or 4 in all layers alike, not from {config}")
+    if (least := _Bits(model)(config)) > max_bits:
+        raise ValueError(f"the configuration takes {least:.3f} bits, more than max_bits={max_bits:g}")
 
 
 def _step(kl: Mapping[Place, float], levels: Levels, fits: Callable[[Levels], bool]) -> Levels:

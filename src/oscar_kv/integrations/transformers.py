@@ -212,8 +212,7 @@ class Enabled:
             raise ValueError("fold_values: this configuration rotates no values")
         if any("rotate_values" in own for own in self.oscar_config.layers.values()):
             raise ValueError("fold_values: this configuration has rotate_values for single layers")
-        packed = [i for i, layer in enumerate(cache.layers) if isinstance(layer, OscarLayer)]
-        folded = FoldedValues(self.model, packed)
+        folded = FoldedValues(self.model, cache.packed_indices)
         self.oscar_config = replace(self.oscar_config, rotate_values=False)
         return folded
 
